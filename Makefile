@@ -1,0 +1,48 @@
+# `make demo` and `make test` are all that a newcomer needs; both set up .venv first.
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help setup demo test test-fast bench docs docs-output lint clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv with everything in it (once; again when pyproject.toml changes)
+
+$(STAMP): pyproject.toml tools/setup_venv.py
+	@py=; for c in python3.11 python3; do \
+	  if $$c -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then py=$$c; break; fi; done; \
+	if [ -z "$$py" ]; then \
+	  echo "insitu's development setup needs Python 3.11 (vLLM's CPU build is tested with it here)."; \
+	  echo "Neither 'python3.11' nor 'python3' is one. Install it (apt install python3.11-venv, uv python"; \
+	  echo "install 3.11, pyenv install 3.11 ...), put it on PATH, and run this again."; exit 1; fi; \
+	$$py tools/setup_venv.py && touch $@
+
+demo: setup  ## a walkthrough with a small real model on the CPU
+	@$(BIN)/python -m insitu.walkthrough
+
+test: setup lint  ## everything that needs no GPU
+	@$(PYTEST) -m "not gpu"
+
+test-fast: setup  ## the tests that take seconds
+	@$(PYTEST) -m "not gpu and not slow"
+
+bench: setup  ## what insitu costs beside plain vLLM
+	@$(BIN)/python -m benchmarks
+
+docs: setup  ## build the pages into site/
+	@$(BIN)/mkdocs build --strict --quiet && echo "built site/index.html"
+
+docs-output: setup  ## run the pages' code again and write down what it prints
+	@$(BIN)/python tools/update_docs_output.py
+
+lint: setup  ## ruff and pyright
+	@$(BIN)/ruff check src tests tools
+	@$(BIN)/ruff format --check --quiet src tests tools
+	@$(BIN)/pyright --warnings
+
+clean:  ## remove what was built, .venv included
+	rm -rf .venv site dist build outputs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
