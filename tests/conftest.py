@@ -1,0 +1,107 @@
+"""Settings and fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports vLLM, which reads them once.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_folder() -> Callable[[str], str]:
+    from tests import models
+
+    return models.tiny
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[str], Any]:
+    from tests import models
+
+    return models.oracle
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> str:
+    from insitu.demo_model import demo_model
+
+    return demo_model()
+
+
+class Engines:
+    """One engine a model for the whole session, made when the first test asks for it."""
+
+    def __init__(self, needed: set[str]) -> None:
+        self.needed = needed
+        self.made: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        # vLLM has no expert group unless the first engine of a process has experts.
+        if name != "mixtral" and "mixtral" in self.needed:
+            self.make("mixtral")
+        return self.make(name)
+
+    def make(self, name: str) -> Any:
+        if name not in self.made:
+            self.made[name] = self.build(name)
+        return self.made[name]
+
+    def build(self, name: str) -> Any:
+        import insitu
+        from insitu.demo_model import demo_model
+        from tests import models
+
+        folder = demo_model() if name == "smollm2" else models.tiny(name)
+        return insitu.VLLM(
+            folder, dispatch=True, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16
+        )
+
+    def close(self) -> None:
+        for engine in self.made.values():
+            engine.close()
+
+
+@pytest.fixture(scope="session")
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    made = Engines(needed)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def mixtral(engines: Engines) -> Any:
+    return engines.get("mixtral")
+
+
+@pytest.fixture(scope="session")
+def llama(engines: Engines) -> Any:
+    return engines.get("llama")
+
+
+@pytest.fixture(scope="session")
+def gpt2(engines: Engines) -> Any:
+    return engines.get("gpt2")
+
+
+@pytest.fixture(scope="session")
+def qwen3(engines: Engines) -> Any:
+    return engines.get("qwen3")
+
+
+@pytest.fixture(scope="session")
+def smollm2(engines: Engines) -> Any:
+    return engines.get("smollm2")
