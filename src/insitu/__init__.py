@@ -1,0 +1,31 @@
+"""insitu: read and edit what happens inside a language model while vLLM runs it.
+
+Floors, each importing only from those below it::
+
+    walkthrough, cli, recipes, plots
+    engine      vLLM, and nothing else knows it
+    run         blocks beside any torch forward
+    tree        nodes, places, the outline of a model
+    block       a ``with`` body as data; standard library only
+"""
+
+from insitu._version import __version__ as __version__
+from insitu.block import ArgumentError as ArgumentError
+from insitu.block import BlockError as BlockError
+from insitu.block import BlockSyntaxError as BlockSyntaxError
+from insitu.block import EngineError as EngineError
+from insitu.block import InsituError as InsituError
+from insitu.block import LocationError as LocationError
+from insitu.block import NotReachedError as NotReachedError
+from insitu.block import OutOfOrderError as OutOfOrderError
+from insitu.block import OutsideTraceError as OutsideTraceError
+from insitu.block import PromptError as PromptError
+from insitu.block import RequestError as RequestError
+from insitu.block import SharedModuleError as SharedModuleError
+from insitu.block import SourceError as SourceError
+from insitu.block import UnknownModuleError as UnknownModuleError
+from insitu.block import UnsavedWarning as UnsavedWarning
+from insitu.block import WriteError as WriteError
+from insitu.block import save as save
+from insitu.demo_model import demo_model as demo_model
+from insitu.engine.model import VLLM as VLLM

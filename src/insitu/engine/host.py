@@ -1,0 +1,112 @@
+"""The worker's table of jobs and runs. One host beside one model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from insitu.block import RequestError
+from insitu.engine.job import Execution, Job
+from insitu.run import BlockRun, Interleaver, Outcome, outcome_of
+
+
+@dataclass
+class _Live:
+    run: BlockRun
+    execution: Execution
+    request: str
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts since the engine started. ``eager_steps``: a block waited for a module;
+    ``plain_steps``: none did, so the step ran as vLLM would run it."""
+
+    eager_steps: int = 0
+    plain_steps: int = 0
+
+
+@dataclass
+class Host:
+    """Jobs wait here for their requests; each becomes a run when its request is first scheduled."""
+
+    interleaver: Interleaver
+    jobs: dict[str, Job] = field(default_factory=dict)
+    eager_steps: int = 0
+    plain_steps: int = 0
+    _live: dict[str, _Live] = field(default_factory=dict)
+    _by_job: dict[str, list[_Live]] = field(default_factory=dict)
+
+    # -- the client's side ----------------------------------------------------------------
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        self.jobs.update((job.id, job) for job in jobs)
+
+    def collect(self, results: Mapping[str, Any]) -> dict[str, list[Outcome]]:
+        """Ends the jobs named in ``results``, each with its request's output, and forgets them."""
+        outcomes: dict[str, list[Outcome]] = {}
+        for job, result in results.items():
+            outcomes[job] = []
+            for live in self._by_job.get(job, ()):
+                self.interleaver.finish(live.run, result)
+                saved, bound = live.execution.saved(), live.execution.bound(self.jobs[job].exports)
+                outcomes[job].append(outcome_of(live.run, saved, bound))
+            self._forget(job)
+        return outcomes
+
+    def drop(self, jobs: Iterable[str]) -> None:
+        """Ends jobs whose requests are gone, without a result."""
+        for job in jobs:
+            for live in self._by_job.get(job, ()):
+                live.run.kill()
+            self._forget(job)
+
+    def in_flight(self) -> int:
+        return len(self.jobs)
+
+    def _forget(self, job: str) -> None:
+        self.jobs.pop(job, None)
+        for live in self._by_job.pop(job, ()):
+            self._live.pop(live.request, None)
+
+    # -- the runner's side ----------------------------------------------------------------
+
+    def admit(self, request: str, job: str, computed: int, scheduled: int, prompt: int) -> None:
+        """A request appears in a step for the first time, with ``scheduled`` of its tokens."""
+        if job not in self.jobs:
+            return
+        execution = self.jobs[job].execution()
+        live = _Live(BlockRun(execution, self.interleaver), execution, request)
+        self._live[request] = live
+        self._by_job.setdefault(job, []).append(live)
+        if computed or scheduled != prompt:
+            live.run.throw(
+                RequestError(
+                    f"the block must see its prompt whole, but this step computes tokens {computed} to "
+                    f"{computed + scheduled} of {prompt}: raise max_num_batched_tokens to at least {prompt}"
+                )
+            )
+
+    def preempted(self, requests: Iterable[str]) -> None:
+        """vLLM takes these requests' memory away; resuming would compute their steps a second time."""
+        for request in requests:
+            if live := self._live.get(request):
+                live.run.throw(
+                    RequestError(
+                        "vLLM preempted this request because its KV cache is full, and a block can't be run "
+                        "twice: trace fewer prompts at once (max_num_seqs) or give the KV cache more memory"
+                    )
+                )
+
+    def runs(self, requests: Iterable[str]) -> dict[str, BlockRun]:
+        """The runs that go on beside these requests, by request."""
+        return {request: self._live[request].run for request in requests if request in self._live}
+
+    def ended(self, requests: Iterable[str]) -> frozenset[str]:
+        """Of these requests, those whose block failed: they need not go on."""
+        return frozenset(
+            request
+            for request in requests
+            if (live := self._live.get(request)) and live.run.done and live.run.error is not None
+        )

@@ -1,0 +1,134 @@
+"""The engine as its client in the same process sees it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from insitu.block import RequestError
+from insitu.engine.host import Stats
+from insitu.engine.job import Job, tagged
+from insitu.engine.launch import launch
+from insitu.engine.loop import EngineLoop, Request
+from insitu.engine.prompts import Limits, as_prompt
+from insitu.engine.sampling import check_sampling, sampling_params
+from insitu.run import Outcome, ordinary
+from insitu.tree import Outline
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prompt and its sampling settings, checked before anything runs."""
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    lora: Any = None
+
+
+@dataclass
+class Result:
+    """What a traced request left: an outcome for each of its sequences, and vLLM's own output."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    output: Any = None
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((outcome.error for outcome in self.outcomes if outcome.error is not None), None)
+
+    @property
+    def saves(self) -> dict[str, Any]:
+        """Saved values by name; where the request has several sequences, lists of them."""
+        if len(self.outcomes) == 1:
+            return self.outcomes[0].saves
+        names = dict.fromkeys(name for outcome in self.outcomes for name in outcome.saves)
+        return {name: [outcome.saves.get(name) for outcome in self.outcomes] for name in names}
+
+    def bound(self, name: str) -> dict[str, Any]:
+        """The name with what the block bound to it, saved or not, if it was asked to export it."""
+        return {name: one.bound[name] for one in self.outcomes[:1] if name in one.bound}
+
+    @property
+    def returned(self) -> Any:
+        values = [outcome.returned for outcome in self.outcomes]
+        return values[0] if len(values) == 1 else values
+
+
+class InProcess:
+    """A vLLM engine in this process. Values and blocks go by reference."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.outline: Outline = self._rpc("insitu_attach")
+        config = llm.llm_engine.vllm_config
+        self._limits = Limits(
+            max_model_len=config.model_config.max_model_len,
+            max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+            vocab_size=config.model_config.get_vocab_size(),
+        )
+        self._loop = EngineLoop(llm)
+
+    @classmethod
+    def launch(cls, repo: str, engine_args: Mapping[str, Any]) -> InProcess:
+        return cls(launch(repo, engine_args))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.llm.get_tokenizer()
+
+    def in_flight(self) -> int:
+        return self._rpc("insitu_in_flight")
+
+    def stats(self) -> Stats:
+        return self._rpc("insitu_stats")
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        check_sampling(settings)
+
+    def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
+        check_sampling(settings)
+        params = sampling_params(settings)
+        return Prepared(as_prompt(prompt, self.tokenizer, self._limits), params, settings.get("lora_request"))
+
+    def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
+        """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""
+        results: dict[str, Result] = {}
+
+        def finished(job: str, output: Any) -> None:
+            results[job] = Result(self._rpc("insitu_collect", {job: output})[job], output)
+
+        self._rpc("insitu_submit", [job for _, job in work])
+        try:
+            self._loop.run([_request(prepared, job) for prepared, job in work], finished)
+        finally:
+            self._rpc("insitu_drop", [job.id for _, job in work if job.id not in results])
+        gone = self.refused(RequestError("the request was aborted before it ended"))
+        return [results.get(job.id, gone) for _, job in work]
+
+    def refused(self, error: BaseException) -> Result:
+        """The result of a request that did not run."""
+        return Result([Outcome(error=error)])
+
+    def bring_home(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values as they leave the engine: ordinary tensors on the CPU."""
+        return {name: ordinary(value) for name, value in values.items()}
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self._loop
+        gc.collect()
+
+    def _rpc(self, method: str, *args: Any) -> Any:
+        return self.llm.collective_rpc(method, args=args)[0]
+
+
+def _request(prepared: Prepared, job: Job) -> Request:
+    params = prepared.params.clone()
+    params.extra_args = {**(params.extra_args or {}), **tagged(job.id)}
+    # A salt of its own: the block sees all its rows computed, and what it edits is served to nobody else.
+    salt = "-".join(filter(None, (prepared.prompt.get("cache_salt"), job.id)))
+    return Request(job.id, {**prepared.prompt, "cache_salt": salt}, params, prepared.lora)

@@ -1,0 +1,82 @@
+"""A job: one block with the values that it needs, waiting in the engine for its request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from insitu.block import Block, FunctionBlock, Saves, current_saves
+
+_KEY = "insitu"
+
+
+class Execution(Protocol):
+    """One run of a job's block: called once, then asked for what it saved and bound."""
+
+    def __call__(self) -> Any: ...
+
+    def saved(self) -> dict[str, Any]: ...
+
+    def bound(self, names: Iterable[str]) -> dict[str, Any]: ...
+
+
+@dataclass
+class Job:
+    """A block for one request. ``id`` travels with the request in its sampling parameters."""
+
+    id: str
+    block: Block | FunctionBlock
+    values: Mapping[str, Any] = field(default_factory=dict)
+    module_name: str = "__main__"
+    tracer: Any = None
+    exports: frozenset[str] = frozenset()
+
+    def execution(self) -> Execution:
+        if isinstance(self.block, FunctionBlock):
+            return _FunctionExecution(self.block, self.tracer)
+        return _BlockExecution(self.block, self.values, self.module_name)
+
+
+class _BlockExecution:
+    def __init__(self, block: Block, values: Mapping[str, Any], module_name: str) -> None:
+        self._block = block
+        self._saves = Saves()
+        self.namespace = block.namespace(values, self._saves, module_name)
+
+    def __call__(self) -> None:
+        current_saves.set(self._saves)
+        self._block.execute(self.namespace)
+
+    def saved(self) -> dict[str, Any]:
+        return self._saves.collect(self.namespace, self._block.binds)
+
+    def bound(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self.namespace[name] for name in names if name in self.namespace}
+
+
+class _FunctionExecution:
+    def __init__(self, block: FunctionBlock, tracer: Any) -> None:
+        self._run: Callable[[Any], Any] = block.run
+        self._tracer = tracer
+
+    def __call__(self) -> Any:
+        current_saves.set(Saves())
+        return self._run(self._tracer)
+
+    def saved(self) -> dict[str, Any]:
+        return {}
+
+    def bound(self, names: Iterable[str]) -> dict[str, Any]:
+        return {}
+
+
+def tagged(job: str) -> dict[str, Any]:
+    """The ``extra_args`` of a request's sampling parameters that name its job."""
+    return {_KEY: job}
+
+
+def job_id(sampling_params: Any) -> str | None:
+    """The job named by a request's sampling parameters, if it is a traced one."""
+    extra = getattr(sampling_params, "extra_args", None)
+    return extra.get(_KEY) if extra else None

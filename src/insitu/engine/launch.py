@@ -1,0 +1,94 @@
+"""Builds vLLM's engine in this process, with insitu's worker extension and scheduler in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import vllm
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from insitu.block import ArgumentError, EngineError
+from insitu.engine.names import require_known
+
+_OURS = {
+    "worker_extension_cls": "insitu.engine.worker.InsituWorker",
+    "scheduler_cls": "insitu.engine.scheduler.TracedScheduler",
+}
+_GIB = 2**30
+_KNOWN = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
+
+
+def launch(repo: str, engine_args: Mapping[str, Any]) -> LLM:
+    """The engine that ``vllm.LLM(repo, **engine_args)`` builds, in this process.
+
+    Raises ``ArgumentError`` for an argument that vLLM does not have, ``EngineError`` if there is no
+    such model or it is of a kind that insitu can't trace.
+    """
+    require_known(engine_args, _KNOWN, f"an engine argument of vLLM {vllm.__version__}")
+    for name in _OURS:
+        if engine_args.get(name):
+            raise ArgumentError(f"`{name}` is set by insitu itself, which gets into the engine by it")
+    if engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1) > 1:
+        raise ArgumentError("this version runs one rank: leave tensor_parallel_size and pipeline_parallel_size at 1")
+    _require_model(repo)
+    with _in_process():
+        llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS})
+    kind = llm.llm_engine.vllm_config.model_config.runner_type
+    if kind != "generate":
+        raise EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
+    return llm
+
+
+def _cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """A modest KV cache on the CPU, where vLLM by itself takes nearly all memory and fails if it is in use."""
+    chosen = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args.keys()
+    if not current_platform.is_cpu() or chosen or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
+        return {}
+    return {"kv_cache_memory_bytes": min(4 * _GIB, psutil.virtual_memory().available // 4)}
+
+
+@contextmanager
+def _in_process() -> Iterator[None]:
+    """vLLM reads this variable while it builds an engine; other engines of the user keep theirs."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _require_model(repo: str) -> None:
+    """Says plainly that a folder or repository is not there, which vLLM says only in passing."""
+    if os.path.isdir(repo):
+        if not any(name.endswith((".json", ".gguf")) for name in os.listdir(repo)):
+            raise EngineError(f"the folder `{repo}` holds no model: it has no config.json")
+        return
+    if os.path.isfile(repo) or "://" in repo:
+        return
+    if repo.startswith(("/", ".", "~")) or repo.count("/") > 1:
+        raise EngineError(f"there is no folder `{repo}`")
+    try:
+        hf_hub_download(repo, "config.json")
+    except LocalEntryNotFoundError as error:
+        raise EngineError(
+            f"`{repo}` is neither a folder nor in the local cache, and the Hub can't be reached (no network, or "
+            f"HF_HUB_OFFLINE is set): give the path of a folder, or download it while online"
+        ) from error
+    except EntryNotFoundError:
+        return  # no config.json, but a repository: vLLM knows other formats
+    except (OSError, ValueError) as error:
+        raise EngineError(f"`{repo}` is neither a folder nor a repository of the Hub: {error}") from error

@@ -1,0 +1,108 @@
+"""Drives an in-process engine until a set of traced requests has ended."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from insitu.tree import current
+
+
+@dataclass(frozen=True)
+class Request:
+    """One traced request, ready for vLLM. ``job`` is the id of its block's job."""
+
+    job: str
+    prompt: dict[str, Any]
+    params: Any
+    lora: Any = None
+
+
+class EngineLoop:
+    """vLLM's synchronous engine, stepped for several owners.
+
+    Outputs of requests that are not ours (added through ``vllm_entrypoint`` before) are kept, and
+    handed to whoever steps the engine next: nothing of anybody else's is lost.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._kept: list[Any] = []
+        self._step: Callable[[], list[Any]] = self._engine.step
+        self._unfinished: Callable[[], bool] = self._engine.has_unfinished_requests
+        self._engine.step = self._step_for_others
+        self._engine.has_unfinished_requests = lambda: bool(self._kept) or self._unfinished()
+
+    def run(self, requests: Sequence[Request], finished: Callable[[str, Any], None]) -> None:
+        """Submits the requests together and calls ``finished(job, output)`` as each ends.
+
+        Whatever way this is left (an error, ``KeyboardInterrupt``), no request of ours stays behind.
+        """
+        waiting: dict[str, str] = {}
+        internal: list[str] = []
+        try:
+            for request in requests:
+                (name,) = self._llm.enqueue(
+                    [request.prompt], [request.params], lora_request=request.lora, use_tqdm=False
+                )
+                internal.append(name)
+                waiting[self._external(name)] = request.job
+            with _interrupts_between_steps() as check:
+                while waiting and self._unfinished():
+                    for output in self._step():
+                        job = waiting.get(output.request_id)
+                        if job is None:
+                            self._kept.append(output)
+                        elif output.finished:
+                            del waiting[output.request_id]
+                            finished(job, output)
+                    check()
+        finally:
+            if waiting or len(internal) < len(requests):
+                self._engine.abort_request(internal, internal=True)
+
+    def _external(self, name: str) -> str:
+        """The id that outputs carry: vLLM adds a random suffix to the one it works with."""
+        processor = self._engine.output_processor
+        state = processor.request_states.get(name)
+        if state is not None:
+            return getattr(state, "external_req_id", name)
+        return name.rpartition("-")[0] or name
+
+    def _step_for_others(self) -> list[Any]:
+        kept, self._kept = self._kept, []
+        return kept + self._step() if self._unfinished() else kept
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back while vLLM is inside a step, which it does not survive being torn out of.
+
+    In a block's own code it is raised at once, so that a block that never ends can be stopped.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    pressed = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        if current.get() is not None:
+            raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+        check()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,203 @@
+"""The public face: a model that vLLM runs and that blocks read and edit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from insitu.engine.trace import Trace
+
+from insitu.block import ArgumentError, EngineError
+from insitu.block.tracebacks import set_traceback, user_traceback
+from insitu.engine.prompts import are_several
+from insitu.tree import LOGITS, SAMPLES, Node, session_for
+
+if TYPE_CHECKING:
+    from insitu.engine.host import Stats
+    from insitu.engine.inprocess import InProcess
+
+T = TypeVar("T")
+_MISSING: Any = object()
+
+
+class VLLM:
+    """A model served by vLLM in this process, whose insides blocks can read and edit.
+
+    ``repo`` is a Hub id or a local folder; ``engine_args`` are whatever ``vllm.LLM`` takes. Returns
+    at once, without importing torch or vLLM: the first trace, ``dispatch=True`` or ``dispatch()``
+    builds the engine. Modules are attributes, by vLLM's own names::
+
+        model = VLLM("Qwen/Qwen3-0.6B")
+        with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=1):
+            hidden = model.model.layers[6].output[0].save()
+            logits = model.logits.save()
+
+    Raises ``ArgumentError`` for an engine argument that vLLM does not have and ``EngineError`` if
+    there is no such model, both when the engine is built.
+    """
+
+    def __init__(
+        self, repo: str, *, dispatch: bool = False, mode: str = "sync", taps: Sequence[str] = (), **engine_args: Any
+    ) -> None:
+        if mode != "sync":
+            raise ArgumentError(f"mode={mode!r}: this version runs mode='sync' only")
+        if taps:
+            raise ArgumentError("taps: this version serves every place by eager steps; leave taps out")
+        self._repo = repo
+        self._engine_args = engine_args
+        self._engine: InProcess | None = None
+        self._closed = False
+        self._lock = threading.RLock()
+        self._root = Node("", lambda: self._engine.outline if self._engine else None)
+        if dispatch:
+            self.dispatch()
+
+    # -- the engine -----------------------------------------------------------------------
+
+    def dispatch(self) -> VLLM:
+        """Builds the engine, if there is none yet."""
+        self._running()
+        return self
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the engine is running."""
+        return self._engine is not None
+
+    @property
+    def vllm_entrypoint(self) -> Any:
+        """The real ``vllm.LLM``. Requests made through it run beside traced ones, untouched."""
+        return self._running().llm
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as vLLM loads it."""
+        return self._running().tokenizer
+
+    def in_flight(self) -> int:
+        """How many traced requests the engine still holds anything of; 0 once all have ended."""
+        return self._engine.in_flight() if self._engine else 0
+
+    def stats(self) -> Stats:
+        """How many steps took which path since the engine started."""
+        return self._running().stats()
+
+    def close(self) -> None:
+        """Stops the engine and gives its memory back. A closed model can't be traced again."""
+        with self._lock:
+            self._closed = True
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+
+    def __enter__(self) -> VLLM:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _running(self) -> InProcess:
+        if self._engine is None:
+            with self._lock:
+                if self._closed:
+                    raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
+                if self._engine is None:
+                    # vLLM takes seconds to import; a model that is only made does not pay for it.
+                    from insitu.engine.inprocess import InProcess
+
+                    self._engine = InProcess.launch(self._repo, self._engine_args)
+        return self._engine
+
+    # -- running blocks -------------------------------------------------------------------
+
+    def trace(self, prompt: Any = _MISSING, **sampling: Any) -> Trace:
+        """A ``with`` statement whose body runs beside the forward of ``prompt``.
+
+        ``prompt``: a string, token ids, a tokenizer's output, a vLLM prompt dictionary or a chat.
+        Without one, the body opens ``tracer.invoke(prompt)`` for each of several. ``sampling``: the
+        fields of vLLM's ``SamplingParams``, ``max_new_tokens`` (= ``max_tokens``) and
+        ``lora_request``.
+
+        Raises ``PromptError`` and ``ArgumentError`` before anything runs; an exception in the body
+        is raised when the ``with`` statement is left, on the body's own line.
+        """
+        prompts = [] if prompt is _MISSING else [prompt]
+        return Trace(self._running(), self._lock, prompts, sampling)
+
+    @overload
+    def run(self, function: Callable[[Trace], T], prompt: str, **sampling: Any) -> T: ...
+    @overload
+    def run(self, function: Callable[[Trace], T], prompt: list[str], **sampling: Any) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[[Trace], T], prompt: Any, **sampling: Any) -> Any: ...
+    def run(self, function: Callable[[Trace], Any], prompt: Any, **sampling: Any) -> Any:
+        """``function(tracer)`` as the block beside ``prompt``; returns what it returns.
+
+        For a list of prompts (strings, lists of ids), a list of what it returned for each. Nothing
+        needs to be saved. Works where a block's source can't be found.
+        """
+        several = are_several(prompt)
+        trace = Trace(self._running(), self._lock, prompt if several else [prompt], sampling)
+        returned, error = trace.run_function(function)
+        if error is not None:
+            context, traceback = error.__context__, user_traceback(error)
+            try:
+                raise error
+            except BaseException as raised:
+                set_traceback(raised, traceback, context)
+                raise
+        return returned if several else returned[0]
+
+    # -- places of the whole model --------------------------------------------------------
+
+    @property
+    def logits(self) -> Any:
+        """This step's logits before sampling, ``[1, vocab]``; writable."""
+        return session_for("`model.logits`").read(LOGITS)
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        session_for("`model.logits`").write(LOGITS, value)
+
+    @property
+    def samples(self) -> Any:
+        """The ids drawn in this step, ``[1]``; what is written is what generation goes on from."""
+        return session_for("`model.samples`").read(SAMPLES)
+
+    @samples.setter
+    def samples(self, value: Any) -> None:
+        session_for("`model.samples`").write(SAMPLES, value)
+
+    def unembed(self, hidden: Any) -> Any:
+        """The model's own unembedding of ``[rows, d_model]`` of the normed stream, in a block.
+
+        Returns ``[rows, vocab]``, caps and scales included.
+        """
+        return session_for("`model.unembed`").unembed(hidden)
+
+    # -- the tree -------------------------------------------------------------------------
+
+    def get(self, path: str) -> Node:
+        """The module at a dotted path."""
+        return self._root.get(path)
+
+    def __getattr__(self, name: str) -> Node:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._root, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or isinstance(getattr(VLLM, name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._root, name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*object.__dir__(self), *dir(self._root)]
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            state = "closed" if self._closed else "not built yet: model.dispatch() or the first trace builds it"
+            return f"VLLM({self._repo!r})  # engine {state}"
+        return self._engine.outline.render()

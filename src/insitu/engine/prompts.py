@@ -1,0 +1,129 @@
+"""The kinds of prompt that a trace takes, as vLLM's prompt dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from insitu.block import PromptError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What fits: a whole sequence, and a prompt that is computed in one step."""
+
+    max_model_len: int
+    max_step_tokens: int
+    vocab_size: int
+
+
+def as_prompt(prompt: Any, tokenizer: Any, limits: Limits) -> dict[str, Any]:
+    """One prompt as a vLLM prompt dictionary, with token ids wherever it is text.
+
+    Takes a string, token ids (a list, or a tensor or array of one sequence), a tokenizer's output
+    (its mask drops padding), a vLLM prompt dictionary, or a chat (a list of ``{"role", "content"}``).
+
+    Raises ``PromptError`` if it is empty, several prompts at once, too long, or none of these.
+    """
+    if isinstance(prompt, str):
+        return _checked({"prompt": prompt, "prompt_token_ids": _encoded(prompt, tokenizer)}, limits)
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt, tokenizer, limits)
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+        return _checked({"prompt_token_ids": _chat_ids(prompt, tokenizer)}, limits)
+    return _checked({"prompt_token_ids": _ids(prompt)}, limits)
+
+
+def are_several(prompt: Any) -> bool:
+    """Whether this is a list of prompts, and not one prompt that happens to be a list."""
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        return False
+    first = prompt[0]
+    if isinstance(first, Mapping):
+        return not {"role", "content"} <= first.keys()
+    return not isinstance(first, int)
+
+
+def _from_mapping(prompt: Mapping[str, Any], tokenizer: Any, limits: Limits) -> dict[str, Any]:
+    if "input_ids" in prompt:
+        ids, mask = _ids(prompt["input_ids"]), prompt.get("attention_mask")
+        if mask is not None:
+            ids = [token for token, kept in zip(ids, _ids(mask), strict=True) if kept]
+        return _checked({"prompt_token_ids": ids}, limits)
+    own = dict(prompt)
+    if "prompt_embeds" in own or own.get("multi_modal_data"):
+        return own
+    if "prompt_token_ids" in own:
+        return _checked({**own, "prompt_token_ids": _ids(own["prompt_token_ids"])}, limits)
+    if isinstance(own.get("prompt"), str):
+        return _checked({**own, "prompt_token_ids": _encoded(own["prompt"], tokenizer)}, limits)
+    if {"role", "content"} <= own.keys():
+        return as_prompt([own], tokenizer, limits)
+    raise PromptError(
+        f"a prompt dictionary has `prompt`, `prompt_token_ids` or `input_ids`; this one has {', '.join(own)}"
+    )
+
+
+def _encoded(text: str, tokenizer: Any) -> list[int]:
+    if not text:
+        raise PromptError("the prompt is empty: give at least one token")
+    return tokenizer(text)["input_ids"]
+
+
+def _chat_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    for message in chat:
+        if not {"role", "content"} <= message.keys():
+            raise PromptError(f"a chat is a list of {{'role', 'content'}}; one message has {', '.join(message)}")
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError("this model's tokenizer has no chat template: write the prompt as one string")
+    ids = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=True)
+    return _ids(ids["input_ids"] if isinstance(ids, Mapping) else ids)
+
+
+def _ids(value: Any) -> list[int]:
+    """Token ids of one sequence, out of a list, a tensor or an array with at most one row."""
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        if ids and isinstance(ids[0], (list, tuple)):
+            if len(ids) > 1:
+                raise PromptError(_several(len(ids)))
+            ids = ids[0]
+        if ids and isinstance(ids[0], str):
+            raise PromptError(_several(len(ids)))
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            return list(ids)
+    raise PromptError(
+        f"a prompt is a string, token ids, a tokenizer's output, a prompt dictionary or a chat; "
+        f"got {type(value).__name__}"
+    )
+
+
+def _several(count: int) -> str:
+    return (
+        f"got {count} prompts at once; a trace takes one. For several, open an invoke for each:\n"
+        f"    with model.trace(max_tokens=1) as tracer:\n"
+        f"        for prompt in prompts:\n"
+        f"            with tracer.invoke(prompt):\n"
+        f"                ..."
+    )
+
+
+def _checked(prompt: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    ids = prompt["prompt_token_ids"]
+    if not ids:
+        raise PromptError("the prompt is empty: give at least one token")
+    if len(ids) >= limits.max_model_len:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens, and the model's context of {limits.max_model_len} must also hold "
+            f"the first generated one: shorten it, or load the model with a larger max_model_len"
+        )
+    if len(ids) > limits.max_step_tokens:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens, but a step holds {limits.max_step_tokens} and a block must see its "
+            f"prompt whole: load the model with max_num_batched_tokens={len(ids)} or more"
+        )
+    wrong = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
+    if wrong is not None:
+        raise PromptError(f"token id {wrong} is not in the vocabulary of {limits.vocab_size}")
+    return prompt

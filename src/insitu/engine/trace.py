@@ -1,0 +1,162 @@
+"""A trace: the ``with`` statement whose body runs in the engine, and the ``tracer`` in it."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from insitu.block import ArgumentError, Block, CapturedBody, FunctionBlock, Saves, Site, UnsavedWarning
+from insitu.engine.invokes import Invocation, merged_error, merged_saves, waves
+from insitu.engine.job import Job
+from insitu.tree import RESULT, current, session_for
+
+if TYPE_CHECKING:
+    from insitu.engine.inprocess import InProcess
+
+
+class Trace(CapturedBody):
+    """One trace, and the ``tracer`` that its block knows.
+
+    With a prompt, the body is the block of that request. Without, the body is run here to open the
+    invokes, whose bodies are the blocks; all their requests are submitted together.
+    """
+
+    def __init__(
+        self, engine: InProcess, lock: threading.RLock, prompts: Sequence[Any], settings: Mapping[str, Any]
+    ) -> None:
+        if current.get() is not None:
+            raise ArgumentError("a trace can't be opened inside a block: open it after the first one has ended")
+        self._engine = engine
+        self._lock = lock
+        self._settings = dict(settings)
+        self._prepared = [engine.prepare(prompt, settings) for prompt in prompts]
+        self._invocations: list[Invocation] | None = None
+        if not prompts:
+            engine.check(settings)
+
+    # -- in the block ---------------------------------------------------------------------
+
+    @property
+    def result(self) -> Any:
+        """The finished ``vllm.RequestOutput``. Served last: nothing can be read after it."""
+        return session_for("`tracer.result`").read(RESULT)
+
+    def invoke(self, prompt: Any, **sampling: Any) -> Invoke:
+        """One prompt of a trace that has none itself; its body is that request's block.
+
+        ``sampling`` wins over the trace's. A name saved in one invoke comes back as itself, one saved
+        in several as a list in the order of the invokes.
+        """
+        if self._invocations is None:
+            raise ArgumentError(
+                "invokes are opened in the body of a trace without a prompt: `with model.trace() as tracer:`, "
+                "then `with tracer.invoke(prompt):`"
+            )
+        return Invoke(self._invocations, self._engine.prepare(prompt, {**self._settings, **sampling}))
+
+    def target(self) -> Trace:
+        return self
+
+    # -- leaving the with statement -------------------------------------------------------
+
+    def run_block(self, site: Site) -> BaseException | None:
+        with self._lock:
+            return self._run_one(site) if self._prepared else self._run_invokes(site)
+
+    def _run_one(self, site: Site) -> BaseException | None:
+        given, values = _captured(site)
+        job = Job(_new_id(), site.block, values, site.scope.module_name)
+        (result,) = self._engine.run([(self._prepared[0], job)])
+        site.scope.bind(result.saves)
+        _warn_of_unsaved(site, given, values, result.saves)
+        return result.error
+
+    def _run_invokes(self, site: Site) -> BaseException | None:
+        given, values = _captured(site)
+        saves, self._invocations = Saves(), []
+        namespace = site.block.namespace(values, saves, site.scope.module_name)
+        try:
+            with saves.active():
+                site.block.execute(namespace)
+        except BaseException as error:
+            return error
+        if not self._invocations:
+            return ArgumentError(
+                "this trace has no prompt and opened no invoke: write `model.trace(prompt)`, or open "
+                "`with tracer.invoke(prompt):` in it"
+            )
+        invocations, self._invocations = self._invocations, None
+        for wave in waves(invocations):
+            self._run_wave(wave)
+        own = self._engine.bring_home(saves.collect(namespace, site.block.binds))
+        saved = {**merged_saves(invocations), **own}
+        site.scope.bind(saved)
+        _warn_of_unsaved(site, given, values, saved)
+        return merged_error([one.result for one in invocations if one.result is not None])
+
+    def _run_wave(self, wave: list[Invocation]) -> None:
+        ready: list[Invocation] = []
+        for one in wave:
+            if hindrance := one.hindrance:
+                one.result = self._engine.refused(hindrance)
+            else:
+                ready.append(one)
+        jobs = [
+            Job(_new_id(), one.block, one.given, one.module_name, exports=frozenset(one.exports)) for one in ready
+        ]
+        results = self._engine.run([(one.prepared, job) for one, job in zip(ready, jobs, strict=True)])
+        for one, result in zip(ready, results, strict=True):
+            one.result = result
+
+    def run_function(self, function: Callable[[Any], Any]) -> tuple[list[Any], BaseException | None]:
+        """``function(tracer)`` beside each prompt; what it returned for each, and the error if any."""
+        with self._lock:
+            block = FunctionBlock(function)
+            results = self._engine.run([(one, Job(_new_id(), block, tracer=self)) for one in self._prepared])
+            error = results[0].error if len(results) == 1 else merged_error(results)
+            return [result.returned for result in results], error
+
+
+class Invoke(CapturedBody):
+    """One prompt of a trace and the block beside it."""
+
+    def __init__(self, invocations: list[Invocation], prepared: Any) -> None:
+        self._invocations = invocations
+        self._prepared = prepared
+
+    def target(self) -> Invoke:
+        return self
+
+    def run_block(self, site: Site) -> BaseException | None:
+        block, scope = site.block, site.scope
+        values = scope.values(block.reads)
+        index = len(self._invocations)
+        self._invocations.append(Invocation(index, block, values, scope.module_name, self._prepared))
+        return None
+
+
+def _captured(site: Site) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the block needs of its caller, and the copies of it that the block may change."""
+    given = site.scope.values(site.block.reads)
+    return given, site.scope.copied(given)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _warn_of_unsaved(
+    site: Site, given: Mapping[str, Any], values: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
+    block: Block = site.block
+    for name in site.scope.changed_unsaved(given, values, saved):
+        warnings.warn_explicit(
+            f"`{name}` was changed in the block but not saved, so the caller's `{name}` is as before: "
+            f"write `{name}.save()` in the block",
+            UnsavedWarning,
+            block.filename,
+            block.lineno,
+        )

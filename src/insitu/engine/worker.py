@@ -1,0 +1,57 @@
+"""The way into vLLM's workers: methods that vLLM adds to its worker class (``worker_extension_cls``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+
+from insitu.block import EngineError
+from insitu.engine.host import Host, Stats
+from insitu.engine.job import Job
+from insitu.engine.runner_v1 import V1Adapter
+from insitu.run import Outcome
+from insitu.tree import Outline
+
+
+class InsituWorker:
+    """Called from the client by ``collective_rpc``. Names are prefixed, since they live in vLLM's class."""
+
+    insitu_host: Host | None = None
+
+    def insitu_attach(self) -> Outline:
+        """Puts insitu beside the model runner; returns the model's outline.
+
+        Called once compilation and graph capture are over, so that neither ever meets insitu.
+        """
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        missing = [name for name in V1Adapter.METHODS if not hasattr(runner, name)]
+        if missing:
+            raise EngineError(
+                f"insitu does not know the model runner {type(runner).__module__}.{type(runner).__name__} of vLLM "
+                f"{vllm.__version__} (it has no {', '.join(missing)}); docs/compatibility.md lists what it knows"
+            )
+        adapter = V1Adapter(runner)
+        self.insitu_host = adapter.host
+        return adapter.interleaver.modules.outline()
+
+    def insitu_submit(self, jobs: list[Job]) -> None:
+        self._insitu.submit(jobs)
+
+    def insitu_collect(self, results: dict[str, Any]) -> dict[str, list[Outcome]]:
+        return self._insitu.collect(results)
+
+    def insitu_drop(self, jobs: list[str]) -> None:
+        self._insitu.drop(jobs)
+
+    def insitu_in_flight(self) -> int:
+        return self._insitu.in_flight()
+
+    def insitu_stats(self) -> Stats:
+        return Stats(self._insitu.eager_steps, self._insitu.plain_steps)
+
+    @property
+    def _insitu(self) -> Host:
+        if self.insitu_host is None:
+            raise EngineError("insitu is not attached to this worker")
+        return self.insitu_host

@@ -1,0 +1,8 @@
+"""Runs blocks beside any torch forward. Knows torch, not vLLM."""
+
+from insitu.run.block_run import BlockRun as BlockRun
+from insitu.run.interleaver import Interleaver as Interleaver
+from insitu.run.program import Outcome as Outcome
+from insitu.run.program import ordinary as ordinary
+from insitu.run.program import outcome_of as outcome_of
+from insitu.run.served import Rows as Rows

@@ -1,0 +1,128 @@
+"""One block running beside one request."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from insitu.run import traps
+from insitu.run.served import Rows, Served
+from insitu.run.torch_state import TorchState
+from insitu.tree import Place, current
+
+
+class Model(Protocol):
+    """What a run asks of the model that it runs beside."""
+
+    def check(self, run: BlockRun, place: Place) -> None:
+        """Raises if ``place`` can't come any more in this step."""
+        ...
+
+    def position(self, place: Place) -> int: ...
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class BlockRun:
+    """A block as a coroutine: it runs until it reads a place, and waits there.
+
+    The side of the forward calls ``start``, ``show`` and ``throw``; each returns when the block
+    waits again (``waiting`` says where) or has ended (``done``). The block's own side is the
+    ``Session`` of its nodes and tracer.
+    """
+
+    def __init__(self, program: Callable[[], Any], model: Model) -> None:
+        self._program = program
+        self._model = model
+        self._state = TorchState()
+        self._greenlet: greenlet | None = None
+        self._served: Served | None = None
+        self.at: Place | None = None
+        self.waiting: Place | None = None
+        self.position = 0
+        self.steps = 0
+        self.started = False
+        self.done = False
+        self.returned: Any = None
+        self.error: BaseException | None = None
+
+    # -- the forward's side ---------------------------------------------------------------
+
+    def start(self) -> None:
+        self.started = True
+        self._greenlet = greenlet(self._main)
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._state.run(self._into, self._greenlet.switch)
+
+    def show(self, live: Any, rows: Rows, what: str) -> Served:
+        """Lets the block go on with its rows of ``live``; returns what it then leaves behind."""
+        return self._state.run(self._show, live, rows, what)
+
+    def throw(self, error: BaseException) -> None:
+        """Raises ``error`` where the block waits; a block that has not begun just ends with it."""
+        if self.done:
+            return
+        if self._greenlet is None:
+            self.done, self.error = True, error
+            return
+        self._state.run(self._into, self._greenlet.throw, error)
+
+    def kill(self) -> None:
+        """Ends the block, its ``finally`` clauses run, without an error of its own."""
+        self.throw(GreenletExit())
+        self._greenlet, self.waiting, self.done = None, None, True
+
+    def _show(self, live: Any, rows: Rows, what: str) -> Served:
+        assert self._greenlet is not None
+        served = Served(live, rows, what)
+        self._into(self._greenlet.switch, served)
+        return served
+
+    def _into(self, switch: Callable[..., Any], *value: Any) -> None:
+        assert self._greenlet is not None
+        self.waiting = None
+        # The forward may reach the next place in another greenlet than the last one.
+        self._greenlet.parent = getcurrent()
+        place = switch(*value)
+        if self._greenlet.dead:
+            self.done, self._greenlet, self._served = True, None, None
+        else:
+            self.waiting = place
+
+    # -- the block's side -----------------------------------------------------------------
+
+    def _main(self, *_: Any) -> None:
+        current.set(self)
+        try:
+            self.returned = self._program()
+        except GreenletExit:
+            pass
+        except BaseException as error:
+            self.error = error
+
+    def read(self, place: Place) -> Any:
+        return self._arrive(place).value
+
+    def write(self, place: Place, value: Any) -> None:
+        self._arrive(place).replace(value)
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._model.call(path, args, kwargs)
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.unembed(hidden)
+
+    def _arrive(self, place: Place) -> Served:
+        if place != self.at or self._served is None:
+            self._model.check(self, place)
+            self._served = None
+            self._served = traps.wait(place)
+            self.at, self.position = place, self._model.position(place)
+        return self._served
+

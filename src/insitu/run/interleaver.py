@@ -1,0 +1,214 @@
+"""Runs blocks in step with a forward.
+
+Only this belongs here: who waits where, and what happens when the forward gets there. What a
+request sees of a value is in ``served``, the coroutine in ``block_run``, vLLM in the engine floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from insitu.block import NotReachedError, OutOfOrderError, SharedModuleError
+from insitu.run.block_run import BlockRun
+from insitu.run.modules import ModuleTable
+from insitu.run.order import VisitOrder
+from insitu.run.served import Rows, Served, map_tensors, storages
+from insitu.tree import LOGITS, RESULT, SAMPLES, Place
+
+RowsOf = Mapping[BlockRun, Rows]
+
+
+class Interleaver:
+    """The blocks beside one model. The engine calls, for each step and in this order:
+
+    ``begin`` with the step's runs; ``open`` with their rows before the forward; ``rows`` when the
+    rows change meaning (logits go by request, not by token); ``logits``; ``close`` when the forward
+    is over, whatever way it ended; ``samples``; and once for each request ``finish``.
+    """
+
+    def __init__(self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.modules = ModuleTable(root)
+        self.order = VisitOrder()
+        self.rows: RowsOf = {}
+        self._unembed = unembed
+        self._waiting: dict[Place, list[BlockRun]] = {}
+        self._wrapped: dict[int, tuple[torch.nn.Module, Any]] = {}
+        self._active: list[str] = []
+        self._open = False
+        self._muted = False
+
+    # -- one step -------------------------------------------------------------------------
+
+    def begin(self, runs: Iterable[BlockRun]) -> bool:
+        """Starts what is new, and says whether any run waits for a module in this step's forward."""
+        self._waiting.clear()
+        for run in runs:
+            run.steps += 1
+            if not run.started and not run.done:
+                run.start()
+            self._park(run)
+        return any(place.in_forward for place in self._waiting)
+
+    def open(self, rows: RowsOf) -> None:
+        """From here to ``close`` the modules that runs wait for are watched."""
+        self.rows = rows
+        self._open = True
+        self.order.restart()
+        if not self.order.complete:
+            for path in self.modules.by_path:
+                self._wrap(path)
+        for place in list(self._waiting):
+            self._watch(place)
+
+    def logits(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Serves this step's logits ``[requests, vocab]``; returns what sampling goes on from."""
+        self._refuse_unreached()
+        return self._serve_if_awaited(LOGITS, tensor)
+
+    def close(self) -> None:
+        """Takes every watch off; whoever still waits for a module gets told."""
+        if not self._open:
+            return
+        self._refuse_unreached()
+        for module, own in self._wrapped.values():
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
+        self._wrapped.clear()
+        self._active.clear()
+        self._open = False
+        self.order.complete = self.order.complete or LOGITS in self.order
+
+    def samples(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Serves the ids drawn in this step, ``[requests, 1]`` or ``[requests]``."""
+        flat = tensor[:, 0] if tensor.dim() == 2 else tensor
+        self._serve_if_awaited(SAMPLES, flat)
+        return tensor
+
+    def finish(self, run: BlockRun, result: Any) -> None:
+        """The request is over: serves its result, and ends the block's waiting."""
+        while run.waiting is not None:
+            if run.waiting == RESULT:
+                run.show(result, Rows(0, 0, 0), str(RESULT))
+            else:
+                run.throw(
+                    NotReachedError(f"`{run.waiting}` was not reached: the request ended after {_steps(run)}")
+                )
+
+    # -- what blocks ask ------------------------------------------------------------------
+
+    def check(self, run: BlockRun, place: Place) -> None:
+        if run.at == RESULT:
+            raise OutOfOrderError(f"`{place}` can't be read after `tracer.result`, which comes last")
+        if place in (RESULT, SAMPLES, LOGITS):
+            late = _TAIL.index(place) <= _TAIL.index(run.at) if run.at in _TAIL else False
+        else:
+            late = run.at in _TAIL or 0 < self.order.position(place) <= run.position
+        if late or (not self.order.complete and place in self.order and self._open):
+            after = f" The block is at `{run.at}`, which comes after it." if run.at else ""
+            raise OutOfOrderError(
+                f"`{place}` has gone by in this step.{after} Places are read in the order of the forward: "
+                f"move this read up, to where the model gets there"
+            )
+
+    def position(self, place: Place) -> int:
+        return self.order.position(place)
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._aside(partial(self.modules[path], *args, **kwargs))
+
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._aside(partial(self._unembed, hidden))
+
+    def _aside(self, compute: Callable[[], Any]) -> Any:
+        muted, self._muted = self._muted, True
+        try:
+            with torch.inference_mode():
+                value = compute()
+        finally:
+            self._muted = muted
+        return map_tensors(value, torch.clone)
+
+    # -- watching modules -----------------------------------------------------------------
+
+    def _park(self, run: BlockRun) -> None:
+        place = run.waiting
+        if place is None or place == RESULT:
+            return
+        self._waiting.setdefault(place, []).append(run)
+        if self._open:
+            self._watch(place)
+
+    def _watch(self, place: Place) -> None:
+        if place.in_forward:
+            self._wrap(place.path)
+            if self.modules.is_shared(place.path):
+                self._wrap(self.modules.owner(place.path))
+
+    def _wrap(self, path: str) -> None:
+        # The instance's forward, not a hook: vLLM's compiled classes replace __call__ and never
+        # run a module's hooks.
+        module = self.modules[path]
+        if id(module) not in self._wrapped:
+            self._wrapped[id(module)] = (module, module.__dict__.get("forward"))
+            module.__dict__["forward"] = partial(self._visit, module, module.forward)
+
+    def _visit(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        path = None if self._muted else self.modules.path_now(module, self._active)
+        if path is None:
+            return forward(*args, **kwargs)
+        self._active.append(path)
+        try:
+            args, kwargs = self._serve_if_awaited(Place(path, "input"), (args, kwargs))
+            output = forward(*args, **kwargs)
+            return self._serve_if_awaited(Place(path, "output"), output, (args, kwargs))
+        finally:
+            self._active.pop()
+
+    def _serve_if_awaited(self, place: Place, live: Any, inputs: Any = None) -> Any:
+        self.order.arrive(place)
+        runs = self._waiting.pop(place, None)
+        for run in runs or ():
+            served = run.show(live, self.rows[run], str(place))
+            live = self._write_back(run, served, inputs)
+            self._park(run)
+        return live
+
+    def _write_back(self, run: BlockRun, served: Served, inputs: Any) -> Any:
+        try:
+            return served.write_back(storages(inputs) if served.replaced else frozenset())
+        except Exception as error:
+            run.throw(error)
+            return served.live
+
+    def _refuse_unreached(self) -> None:
+        """Ends the wait of runs for modules that the forward did not come to."""
+        while late := [place for place in self._waiting if place.in_forward]:
+            for run in self._waiting.pop(late[0]):
+                run.throw(self._unreached(late[0]))
+                self._park(run)
+
+    def _unreached(self, place: Place) -> Exception:
+        if self.modules.is_shared(place.path):
+            paths = self.modules.paths_of(self.modules[place.path])
+            owner = self.modules.owner(place.path)
+            return SharedModuleError(
+                f"`{place.path}` is one module shared under {len(paths)} paths, and `{owner}` did not call it "
+                f"in a way that tells them apart; read a place of `{owner}` instead"
+            )
+        kind = type(self.modules[place.path]).__name__
+        return NotReachedError(
+            f"`{place}` was not reached: this step's forward is over and never called `{place.path}` ({kind})"
+        )
+
+
+_TAIL = [LOGITS, SAMPLES, RESULT]
+
+
+def _steps(run: BlockRun) -> str:
+    return f"{run.steps} step{'' if run.steps == 1 else 's'}"

@@ -1,0 +1,64 @@
+"""The real modules behind the paths of a model, and its outline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from insitu.tree import Module, Outline, join
+
+
+class ModuleTable:
+    """Every module of ``root`` by path. One module may stand under several paths.
+
+    Such a shared module (one rotary embedding for all layers, an activation that a registry hands
+    to everybody) is told apart by its owner: the nearest module above it that has one path only.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self.root = root
+        self.by_path = dict(root.named_modules(remove_duplicate=False))
+        self._paths: dict[int, list[str]] = {}
+        for path, module in self.by_path.items():
+            self._paths.setdefault(id(module), []).append(path)
+
+    def __getitem__(self, path: str) -> torch.nn.Module:
+        return self.by_path[path]
+
+    def paths_of(self, module: torch.nn.Module) -> list[str]:
+        return self._paths[id(module)]
+
+    def is_shared(self, path: str) -> bool:
+        return len(self._paths[id(self.by_path[path])]) > 1
+
+    def owner(self, path: str) -> str:
+        """The nearest module above ``path`` that has one path only."""
+        while path and self.is_shared(path):
+            path = path.rpartition(".")[0]
+        return path
+
+    def path_now(self, module: torch.nn.Module, active: Iterable[str]) -> str | None:
+        """The path under which ``module`` is being called, given the calls in progress.
+
+        None if that can't be told: its owner calls it under several paths, or is not in progress.
+        """
+        paths = self._paths[id(module)]
+        if len(paths) == 1:
+            return paths[0]
+        running = set(active)
+        found = [path for path in paths if self.owner(path) in running]
+        return found[0] if len(found) == 1 else None
+
+    def outline(self) -> Outline:
+        return Outline({path: _described(path, module) for path, module in self.by_path.items()})
+
+
+def _described(path: str, module: torch.nn.Module) -> Module:
+    shapes = [
+        f"{name} {list(parameter.shape)}"
+        for name, parameter in module.named_parameters(recurse=False)
+        if join(path, name)
+    ]
+    children = tuple(name for name, child in module._modules.items() if child is not None)
+    return Module(type(module).__name__, children, ", ".join(shapes))

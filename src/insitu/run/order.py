@@ -1,0 +1,36 @@
+"""The order in which a forward visits its places, learnt once by watching one step."""
+
+from __future__ import annotations
+
+from insitu.tree import Place
+
+
+class VisitOrder:
+    """When each place comes in a step, as a number that grows along the step.
+
+    Knowing it makes a read of a place that has gone by an error at once, on the line that reads.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Place, int] = {}
+        self._count = 0
+        self.complete = False
+
+    def restart(self) -> None:
+        """Forgets what was seen, if it was not a whole step."""
+        if not self.complete:
+            self._last.clear()
+            self._count = 0
+
+    def arrive(self, place: Place) -> None:
+        """Notes a visit while the order is being learnt."""
+        if not self.complete:
+            self._count += 1
+            self._last[place] = self._count
+
+    def position(self, place: Place) -> int:
+        """Where ``place`` comes in a step, as far as it has been seen; 0 if it has not."""
+        return self._last.get(place, 0)
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._last

@@ -1,0 +1,14 @@
+"""Nodes, places and the outline of a model. Knows neither torch nor vLLM."""
+
+from insitu.tree.node import Node as Node
+from insitu.tree.node import path_of as path_of
+from insitu.tree.outline import Module as Module
+from insitu.tree.outline import Outline as Outline
+from insitu.tree.outline import join as join
+from insitu.tree.place import LOGITS as LOGITS
+from insitu.tree.place import RESULT as RESULT
+from insitu.tree.place import SAMPLES as SAMPLES
+from insitu.tree.place import Place as Place
+from insitu.tree.session import Session as Session
+from insitu.tree.session import current as current
+from insitu.tree.session import session_for as session_for

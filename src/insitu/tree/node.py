@@ -1,0 +1,154 @@
+"""Nodes: a model's modules as a block names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+from insitu.block import OutsideTraceError
+from insitu.tree.outline import Outline, join
+from insitu.tree.place import Place
+from insitu.tree.session import session_for
+
+_ACCESSORS = ("output", "input", "inputs", "get")
+
+
+class Node:
+    """A module of the model, known by its path.
+
+    Attributes are its submodules, and an index picks from a list of them. A submodule whose
+    name is taken here (``output``, say) is reached with ``node.get("output")``.
+
+    Raises ``UnknownModuleError`` for a path that the model does not have, as soon as the
+    model's outline is known.
+    """
+
+    __slots__ = ("_outline", "_path")
+
+    def __init__(self, path: str, outline: Callable[[], Outline | None]) -> None:
+        self._path = path
+        self._outline = outline
+
+    # -- places ---------------------------------------------------------------------------
+
+    @property
+    def output(self) -> Any:
+        """What the module returns, this request's rows: ``[tokens, width]`` on the prefill step,
+        ``[1, width]`` on each decode step, in the model's dtype and on its device. Tuples, lists
+        and dicts keep their structure.
+
+        In-place operations edit what the model goes on with; assigning replaces it (same shape;
+        another floating dtype or device is converted).
+        """
+        return session_for(self._named("output")).read(Place(self._path, "output"))
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        session_for(self._named("output")).write(Place(self._path, "output"), value)
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with, as ``(args, kwargs)``; rows and edits as in ``output``."""
+        return session_for(self._named("inputs")).read(Place(self._path, "input"))
+
+    @inputs.setter
+    def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        session_for(self._named("inputs")).write(Place(self._path, "input"), value)
+
+    @property
+    def input(self) -> Any:
+        """The first argument that the module is called with; rows and edits as in ``output``."""
+        args, kwargs = self.inputs
+        return args[0] if args else next(iter(kwargs.values()), None)
+
+    @input.setter
+    def input(self, value: Any) -> None:
+        args, kwargs = self.inputs
+        if args:
+            self.inputs = ((value, *args[1:]), kwargs)
+        else:
+            first = next(iter(kwargs))
+            self.inputs = ((), {**kwargs, first: value})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Applies the real module to values of the block; fires no places."""
+        return session_for(f"calling `{self._path}`").call(self._path, args, kwargs)
+
+    # -- the tree -------------------------------------------------------------------------
+
+    def get(self, path: str) -> Node:
+        """The module at a dotted path below this one."""
+        return self._child(path)
+
+    def __getattr__(self, name: str) -> Node:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._child(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Node.__slots__ or name in _ACCESSORS:
+            object.__setattr__(self, name, value)
+            return
+        raise AttributeError(
+            f"`{self._path or 'model'}.{name}` can't be assigned: a block writes to places, such as "
+            f"`{join(self._path, name)}.output = value`"
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> Node: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Node]: ...
+    def __getitem__(self, index: int | slice) -> Node | list[Node]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            if index < -len(self):
+                raise IndexError(f"`{self._path}` has {len(self)} modules, not {-index}")
+            index += len(self)
+        return self._child(str(index))
+
+    def __len__(self) -> int:
+        return sum(name.isdigit() for name in self._known(f"len({self._path})").children(self._path))
+
+    def __iter__(self) -> Iterator[Node]:
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __dir__(self) -> list[str]:
+        outline = self._outline()
+        names = outline.children(self._path) if outline else ()
+        return [*_ACCESSORS, *(name for name in names if name.isidentifier())]
+
+    def __repr__(self) -> str:
+        outline = self._outline()
+        if outline is None:
+            return f"<module {self._path}>"
+        return outline.render(self._path, self._path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and (self._path, self._outline) == (other._path, other._outline)
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def _child(self, name: str) -> Node:
+        path = join(self._path, name)
+        outline = self._outline()
+        if outline is not None:
+            outline.require(path)
+        return Node(path, self._outline)
+
+    def _known(self, what: str) -> Outline:
+        outline = self._outline()
+        if outline is None:
+            raise OutsideTraceError(f"{what} is known once the engine runs: call model.dispatch() first")
+        return outline
+
+    def _named(self, site: str) -> str:
+        return f"`{join(self._path, site)}`"
+
+
+def path_of(node: Node) -> str:
+    return node._path

@@ -1,0 +1,47 @@
+"""The one link from a name in a block to the run that serves it.
+
+Nodes and tracers are the same objects in the caller and in the engine; what makes
+``module.output`` mean something is the session of the block that is running right now.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from insitu.block import OutsideTraceError
+from insitu.tree.place import Place
+
+
+class Session(Protocol):
+    """What a running block offers to the names in it."""
+
+    def read(self, place: Place) -> Any:
+        """The value at ``place`` in this step, once the forward gets there."""
+        ...
+
+    def write(self, place: Place, value: Any) -> None:
+        """Replaces what the model goes on with at ``place``, for this request alone."""
+        ...
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Applies the module at ``path`` to values of the block."""
+        ...
+
+    def unembed(self, hidden: Any) -> Any:
+        """The model's own logits for rows of the normed stream."""
+        ...
+
+
+current: ContextVar[Session | None] = ContextVar("insitu_session", default=None)
+
+
+def session_for(what: str) -> Session:
+    """The session of the running block; ``OutsideTraceError`` if there is none."""
+    session = current.get()
+    if session is None:
+        raise OutsideTraceError(
+            f"{what} exists only while the model runs: read it inside `with model.trace(prompt):` "
+            f"and keep it with `.save()`"
+        )
+    return session
