@@ -58,8 +58,8 @@ def _handlers(code: CodeType) -> dict[int, list[int]]:
     """Handlers by the offset from which they watch. Before 3.11 they are jumps like others."""
     table: dict[int, list[int]] = {}
     if sys.version_info >= (3, 11):
-        from .skip import _exception_table
+        from .offsets import exception_table
 
-        for start, _, handler in _exception_table(code.co_exceptiontable):
+        for start, _, handler in exception_table(code.co_exceptiontable):
             table.setdefault(start, []).append(handler)
     return table

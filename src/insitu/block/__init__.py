@@ -1,0 +1,58 @@
+"""Taking code out of its place: the body of a `with`, found in the source, kept from running, run elsewhere.
+
+This floor needs the standard library only.
+"""
+
+from .block import Block
+from .captured import CapturedBody
+from .errors import (
+    ArgumentError,
+    BlockError,
+    BlockSyntaxError,
+    EngineError,
+    InsituError,
+    LocationError,
+    NotReachedError,
+    OutOfOrderError,
+    OutsideTraceError,
+    PromptError,
+    RequestError,
+    SharedModuleError,
+    SourceError,
+    UnknownModuleError,
+    UnsavedWarning,
+    WriteError,
+)
+from .function import FunctionBlock
+from .saves import Saves, current_saves, save
+from .scope import Scope
+from .site import Site
+from .tracebacks import user_traceback
+
+__all__ = [
+    "ArgumentError",
+    "Block",
+    "BlockError",
+    "BlockSyntaxError",
+    "CapturedBody",
+    "EngineError",
+    "FunctionBlock",
+    "InsituError",
+    "LocationError",
+    "NotReachedError",
+    "OutOfOrderError",
+    "OutsideTraceError",
+    "PromptError",
+    "RequestError",
+    "Saves",
+    "Scope",
+    "SharedModuleError",
+    "Site",
+    "SourceError",
+    "UnknownModuleError",
+    "UnsavedWarning",
+    "WriteError",
+    "current_saves",
+    "save",
+    "user_traceback",
+]

@@ -1,0 +1,70 @@
+"""Lists, dicts and sets that a block takes from its caller: copied on the way in, compared afterwards.
+
+A name that was not saved keeps what it had before, so a block works on copies. Only the containers are copied;
+tensors, models and other objects in them are the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["changed", "copied"]
+
+
+def copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with every list, dict and set in them copied, at any depth; what was shared stays shared."""
+    memo: dict[int, Any] = {}
+    return {name: _copy(value, memo) for name, value in values.items()}
+
+
+def changed(originals: Mapping[str, Any], copies: Mapping[str, Any]) -> list[str]:
+    """Names whose container is no longer like the original, leaves compared by identity."""
+    return [
+        name
+        for name, original in originals.items()
+        if name in copies and original is not copies[name] and not _same(original, copies[name], set())
+    ]
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind not in (list, dict, set, tuple):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is list:
+        memo[id(value)] = copy = []
+        copy.extend(_copy(item, memo) for item in value)
+        return copy
+    if kind is dict:
+        memo[id(value)] = copy = {}
+        copy.update((key, _copy(item, memo)) for key, item in value.items())
+        return copy
+    if kind is set:
+        memo[id(value)] = copy = set(value)
+        return copy
+    copy = tuple(_copy(item, memo) for item in value)
+    if all(new is old for new, old in zip(copy, value)):
+        copy = value
+    return memo.setdefault(id(value), copy)
+
+
+def _same(original: Any, copy: Any, seen: set[tuple[int, int]]) -> bool:
+    if original is copy:
+        return True
+    kind = type(original)
+    if kind is not type(copy) or kind not in (list, dict, set, tuple) or len(original) != len(copy):
+        return False
+    pair = (id(original), id(copy))
+    if pair in seen:
+        return True
+    seen.add(pair)
+    if kind is dict:
+        return all(
+            old_key is new_key and _same(old, new, seen)
+            for (old_key, old), (new_key, new) in zip(original.items(), copy.items())
+        )
+    if kind is set:
+        return {id(item) for item in original} == {id(item) for item in copy}
+    return all(_same(old, new, seen) for old, new in zip(original, copy))

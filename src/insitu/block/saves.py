@@ -1,0 +1,97 @@
+"""What a running block has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, TypeVar
+
+from .errors import OutsideTraceError
+
+__all__ = ["SAVE_NAME", "Saves", "current_saves", "save"]
+
+T = TypeVar("T")
+
+SAVE_NAME = "__insitu_save__"
+"""Name under which a block's code finds `Saves.mark`. Ends in underscores, so that no class mangles it."""
+
+_PACKAGE = __name__.partition(".")[0]
+
+# Python makes one object of many equal values of these types, so that identity says little about them.
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+
+current_saves: ContextVar[Saves | None] = ContextVar("current_saves", default=None)
+
+
+def save(value: T) -> T:
+    """Save `value` from a helper function that a block calls, and return it.
+
+    In the block's own text write `value.save()`, which also says under which name. What is saved here comes
+    back under every name of the block that holds this very object when the block ends.
+    """
+    saves = current_saves.get()
+    if saves is None:
+        raise OutsideTraceError(
+            "insitu.save(x) was called where no trace block is running: call it in the block, or in a function that the block calls"
+        )
+    saves.mark(value)
+    return value
+
+
+class Saves:
+    """The values and names that one run of a block has saved."""
+
+    def __init__(self) -> None:
+        self._marked: dict[int, Any] = {}  # holds the objects too, so that no id is used again
+        self._named: dict[str, None] = {}
+        self._ids_with_name: set[int] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names saved by name, in the order in which they first were."""
+        return tuple(self._named)
+
+    def __contains__(self, value: object) -> bool:
+        """Whether this very object was saved."""
+        return id(value) in self._marked
+
+    def mark(self, value: Any, *names: str) -> Any:
+        """What `value.save()` in a block's text stands for; `names` are those the statement gives to it.
+
+        A value that has a method `save` of its own has that called instead.
+        """
+        if _has_own_save(value):
+            return value.save()
+        self._marked[id(value)] = value
+        if names:
+            self._ids_with_name.add(id(value))
+            self._named.update(dict.fromkeys(names))
+        return value
+
+    def collect(self, namespace: Mapping[str, Any], binds: Iterable[str]) -> dict[str, Any]:
+        """Saved values by name, as they are now, which is meant to be the end of the block.
+
+        A name saved by name comes with what it holds now. So does each of `binds` that holds a saved object;
+        numbers, strings, `None` and the like count here only if they were saved without a name (twice the
+        same number is one object to Python).
+        """
+        found = {name: namespace[name] for name in self._named if name in namespace}
+        for name in sorted(binds):
+            if name not in found and name in namespace and self._is_marked(namespace[name]):
+                found[name] = namespace[name]
+        return found
+
+    def _is_marked(self, value: object) -> bool:
+        if id(value) not in self._marked:
+            return False
+        return not (isinstance(value, _SCALARS) and id(value) in self._ids_with_name)
+
+
+def _has_own_save(value: object) -> bool:
+    method = getattr(type(value), "save", None)
+    if method is None:
+        if isinstance(value, (type, ModuleType)):
+            return hasattr(value, "save")
+        return "save" in getattr(value, "__dict__", ())
+    return callable(method) and not (getattr(method, "__module__", None) or "").startswith(_PACKAGE + ".")

@@ -1,0 +1,51 @@
+"""Skipping a body by `sys.settrace`, for Pythons without `sys.monitoring`."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from .monitored import BodySkipped
+
+__all__ = ["TracedSkip"]
+
+
+class TracedSkip:
+    """One skipping of one body. Whoever was tracing goes on afterwards."""
+
+    def __init__(self, frame: FrameType, first: int) -> None:
+        self._frame = frame
+        self._first = first
+        self._signal = BodySkipped()
+
+    def arm(self) -> None:
+        """Have the body skipped: trace the frame, and only that, instruction by instruction."""
+        frame = self._frame
+        self._before = (sys.gettrace(), frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes)
+        # 3.12 looks at `f_trace_opcodes` when tracing is turned on.
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        frame.f_trace = self._trace
+        sys.settrace(_ignore)
+
+    def disarm(self, error: BaseException | None) -> bool:
+        """Undo it; whether `error` is what left the body."""
+        frame = self._frame
+        tracer, *of_frame = self._before
+        if sys.gettrace() is not tracer:
+            sys.settrace(tracer)
+        frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = of_frame
+        ours = error is self._signal
+        self._signal.__traceback__ = None  # it leads to frames that lead to it
+        del self._frame, self._signal, self._before
+        return ours
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode" and frame.f_lasti == self._first:
+            raise self._signal
+        return self._trace
+
+
+def _ignore(frame: FrameType, event: str, arg: object) -> None:
+    return None

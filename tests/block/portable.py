@@ -1,0 +1,524 @@
+"""What must hold on every Python that the library runs on. Standard library only: `python portable.py` runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    _HERE = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:0] = [_HERE, os.path.join(_HERE, "..", "..", "src")]
+
+from harness import Trace, lines_of, raised, run_all  # noqa: E402
+
+MODULE_LIST: list[int] = [1]
+counter = 0
+
+
+# The body does not run in the caller.
+
+
+def test_body_runs_elsewhere_and_saves_are_bound() -> None:
+    here = sys._getframe()
+    unsaved = "before"
+    with Trace() as tracer:
+        frame = sys._getframe().save()
+        h = (1 + 2).save()
+        unsaved = "after"
+    assert frame is not here
+    assert (tracer, h, unsaved) == ("the target", 3, "before")
+
+
+def test_body_that_begins_with_try() -> None:
+    seen = []
+    try:
+        with Trace():
+            try:
+                raise ValueError
+            except:  # noqa: E722
+                h = 1 .save()
+            finally:
+                k = 2 .save()
+    except BaseException:
+        seen.append("except")
+    finally:
+        seen.append("finally")
+    assert (h, k, seen) == (1, 2, ["finally"])
+
+
+def test_bodies_of_nothing() -> None:
+    with Trace() as a:
+        pass
+    with Trace():
+        ...
+    with Trace():
+        """Text."""
+    with Trace() as b: pass  # noqa: E701
+    assert (a, b) == ("the target",) * 2
+
+
+def test_one_line_bodies() -> None:
+    with Trace(): x = 1 .save(); y = 2 .save()  # noqa: E701, E702
+    with Trace(): z = (x + y).save()  # noqa: E701
+    assert (x, y, z) == (1, 2, 3)
+
+
+def test_body_that_begins_with_loop_with_and_function() -> None:
+    with Trace():
+        while True:
+            h = 1 .save()
+            break
+    with Trace():
+        for i in range(3):
+            k = i.save()
+    with Trace():
+        with open(os.devnull):
+            m = 3 .save()
+    with Trace():
+        def f() -> int:
+            return 4
+        n = f().save()
+    assert (h, k, m, n) == (1, 2, 3, 4)
+    assert "i" not in locals()
+
+
+def test_trace_in_try_finally_copies() -> None:
+    order = []
+    try:
+        try:
+            raise KeyError
+        finally:
+            with Trace() as a:
+                pass
+            with Trace() as b:
+                pass
+            order.append((a, b))
+    except KeyError:
+        with Trace():
+            h = 5 .save()
+    assert order == [("the target", "the target")]
+    assert h == 5
+
+
+def test_trace_in_a_loop_with_else() -> None:
+    out = []
+    for i in range(3):
+        with Trace():
+            h = (i * 2).save()
+        out.append(h)
+    else:
+        with Trace():
+            h = "else".save()
+    assert (out, h) == ([0, 2, 4], "else")
+
+
+def test_exception_between_is_not_swallowed() -> None:
+    class Broken(Trace):
+        def target(self) -> object:
+            raise LookupError("in enter")
+
+    def enter() -> None:
+        with Broken():
+            raise AssertionError("body")
+
+    assert repr(raised(enter)) == "LookupError('in enter')"
+    assert sys.gettrace() is None
+
+
+# Targets.
+
+
+def test_targets() -> None:
+    class Thing:
+        pass
+
+    thing, array = Thing(), [0, 0]
+    with Trace((1, (2, 3))) as (a, [b, c]):
+        pass
+    with Trace(4) as thing.x:
+        pass
+    with Trace(5) as array[1]:
+        pass
+    with Trace([6, 7, 8]) as (first, *rest):
+        pass
+    assert (a, b, c, thing.x, array, first, rest) == (1, 2, 3, 4, [0, 5], 6, [7, 8])
+
+
+def test_target_that_does_not_fit() -> None:
+    def enter() -> None:
+        with Trace((1, 2, 3)) as (a, b):
+            pass
+
+    assert str(raised(enter)) == "too many values to unpack (expected 2)" or sys.version_info >= (3, 14)
+
+
+def test_several_items() -> None:
+    from contextlib import contextmanager
+
+    log = []
+
+    @contextmanager
+    def noted(name: str):  # noqa: ANN202
+        log.append(f"enter {name}")
+        yield name
+        log.append(f"leave {name}")
+
+    with noted("outer") as outer, Trace() as tracer, noted("inner") as inner:
+        log.append("body")
+        got = (inner, tracer, outer).save()
+    assert got == ("inner", "the target", "outer")
+    assert log == ["enter outer", "enter inner", "leave inner", "leave outer"]  # "body" went to a copy
+    assert "inner" not in locals()
+
+
+# Scopes.
+
+
+def test_closures_and_cells() -> None:
+    base = 10
+
+    def inner() -> int:
+        nonlocal base
+        with Trace():
+            base = (base + 1).save()
+        return base
+
+    def reader() -> int:
+        return base
+
+    assert (inner(), base, reader()) == (11, 11, 11)
+
+
+def test_cell_variable_of_own_function() -> None:
+    value = 1
+    get = lambda: value  # noqa: E731
+    with Trace():
+        value = (value + 1).save()
+    assert (value, get()) == (2, 2)
+
+
+def test_global_names() -> None:
+    global counter
+    counter = 5
+    with Trace():
+        counter = (counter + 1).save()
+    assert counter == 6
+    assert globals()["counter"] == 6
+
+
+def test_unbound_local_is_no_global() -> None:
+    def enter() -> None:
+        with Trace():
+            x = (counter_local + 1).save()  # noqa: F821, F841
+        counter_local = 1  # noqa: F841
+
+    globals()["counter_local"] = 7
+    error = raised(enter)
+    del globals()["counter_local"]
+    assert repr(error) == """NameError("name 'counter_local' is not defined")"""
+
+
+def test_class_body_and_enclosing_function() -> None:
+    around = 3
+
+    class Thing:
+        own = 4
+        with Trace() as tracer:
+            total = (around + own + len(MODULE_LIST)).save()
+
+    assert (Thing.total, Thing.tracer) == (8, "the target")
+
+
+def test_generator_and_coroutine_frames() -> None:
+    def generate():  # noqa: ANN202
+        for i in range(2):
+            with Trace():
+                h = (i + 1).save()
+            yield h
+
+    async def coroutine() -> int:
+        with Trace():
+            h = 9 .save()
+        return h
+
+    def drive() -> int:
+        try:
+            coroutine_object.send(None)
+        except StopIteration as stop:
+            return stop.value
+        raise AssertionError
+
+    coroutine_object = coroutine()
+    assert list(generate()) == [1, 2]
+    assert drive() == 9
+
+
+def test_method_private_names_and_super() -> None:
+    class Base:
+        def value(self) -> int:
+            return 1
+
+    class Derived(Base):
+        def __init__(self) -> None:
+            self.__secret = 5
+
+        def value(self) -> int:
+            with Trace():
+                __local = 100
+                r = (super().value() + self.__secret + __local).save()
+                s = (lambda me: super().value())(self).save()
+            assert s == 1
+            return r
+
+    assert Derived().value() == 106
+
+
+def test_comprehensions_lambdas_and_nested_functions() -> None:
+    n = 3
+
+    def get(i: int) -> int:
+        return i + n
+
+    with Trace():
+        k = 10
+        a = [get(i) + k for i in range(2)].save()
+        b = (lambda x: x * k)(2).save()
+
+        def f(x: int) -> int:
+            def g() -> int:
+                nonlocal x
+                x += k
+                return x
+            return g()
+
+        class C:
+            y = k + 1
+
+            def m(self) -> int:
+                return k
+
+        c = f(1).save()
+        d = (C.y, C().m()).save()
+        total = sum((last := v) for v in a).save()
+        last.save()
+    assert (a, b, c, d, total, last) == ([13, 14], 20, 11, (11, 10), 27, 14)
+
+
+def test_nonlocal_and_global_mean_the_blocks_own() -> None:
+    x = 1
+    with Trace():
+        nonlocal_count = 0
+
+        def bump() -> None:
+            global nonlocal_count
+            nonlocal_count += 1
+
+        bump()
+        y = (nonlocal_count, x).save()
+    assert y == (1, 1)
+    assert "nonlocal_count" not in globals()
+
+
+def test_inlined_comprehension_names() -> None:
+    squares = [counter * counter for counter in range(3)]
+    with Trace():
+        got = (counter, len(squares)).save()
+    assert got == (globals()["counter"], 3)
+
+
+# Errors.
+
+
+def test_error_shows_the_users_lines_only() -> None:
+    def enter() -> None:
+        with Trace():
+            a = 1
+            b = a / 0  # the line
+
+    error = raised(enter)
+    assert isinstance(error, ZeroDivisionError)
+    assert error.__context__ is None
+    assert lines_of(error)[1:] == [("enter", "with Trace():"), ("enter", "b = a / 0  # the line")]
+
+
+def test_error_in_a_helper_and_its_context() -> None:
+    def helper() -> None:
+        raise ValueError("inner")
+
+    def enter() -> None:
+        with Trace():
+            try:
+                helper()
+            except ValueError as error:
+                raise KeyError("outer")  # noqa: B904
+
+    error = raised(enter)
+    assert isinstance(error, KeyError)
+    assert repr(error.__context__) == "ValueError('inner')"
+    assert error.__context__ is not None
+    assert [name for name, _ in lines_of(error)] == ["raised", "enter", "enter"]
+    assert [name for name, _ in lines_of(error.__context__)] == ["enter", "helper"]
+
+
+def test_error_that_is_no_exception() -> None:
+    def enter(kind: type[BaseException]) -> None:
+        with Trace():
+            raise kind
+
+    for kind in (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration):
+        assert type(raised(enter, kind)) is kind
+
+
+def test_error_inside_except_has_its_context() -> None:
+    def enter() -> None:
+        try:
+            raise LookupError("before")
+        except LookupError:
+            with Trace():
+                raise ValueError("in block")  # noqa: B904
+
+    assert repr(raised(enter).__context__) == "LookupError('before')"
+
+
+def test_error_with_cause() -> None:
+    cause = TypeError("the cause")
+
+    def enter() -> None:
+        with Trace():
+            raise ValueError from cause
+
+    error = raised(enter)
+    assert error.__cause__ is cause
+    assert error.__suppress_context__
+
+
+def test_frames_are_not_kept() -> None:
+    import gc
+    import weakref
+
+    class Thing:
+        pass
+
+    def enter(fail: bool) -> weakref.ref[Thing]:
+        thing = Thing()
+        try:
+            with Trace() as tracer:  # noqa: F841
+                kept = thing.save()  # noqa: F841
+                if fail:
+                    raise ValueError
+        except ValueError:
+            pass
+        return weakref.ref(thing)
+
+    gc.disable()
+    try:
+        assert enter(False)() is None
+        assert enter(True)() is None
+    finally:
+        gc.enable()
+
+
+# Tracing of others.
+
+
+def test_tracing_of_others_is_given_back() -> None:
+    events = []
+
+    def local(frame, event, arg):  # noqa: ANN001, ANN202
+        events.append((event, frame.f_lineno - first))
+        return local
+
+    def tracer(frame, event, arg):  # noqa: ANN001, ANN202
+        return local if frame.f_code is traced.__code__ else None
+
+    def traced() -> int:
+        with Trace():
+            h = 1 .save()
+        return h
+
+    first = traced.__code__.co_firstlineno
+    sys.settrace(tracer)
+    try:
+        traced()
+        assert sys.gettrace() is tracer
+    finally:
+        sys.settrace(None)
+    assert ("line", 3) in events
+    assert events[-1][0] == "return"
+    assert all(event != "opcode" for event, _ in events)
+
+
+def test_recursion_and_threads() -> None:
+    import threading
+
+    def recurse(depth: int) -> int:
+        if depth == 0:
+            return 0
+        below = recurse(depth - 1)
+        with Trace():
+            h = (below + 1).save()
+        return h
+
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(recurse(30))) for _ in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == [30] * 8
+
+
+def test_async_with() -> None:
+    class AsyncTrace(Trace):
+        def __aenter__(self):  # noqa: ANN204
+            self.site = __import__("insitu.block", fromlist=["Site"]).Site.here()
+            self.site.skip("async")
+            return _ready("async")
+
+        async def __aexit__(self, exc_type, exc, tb):  # noqa: ANN001, ANN204
+            if not self.site.left(exc_type, exc):
+                return False
+            assert self.run_block(self.site) is None
+            return True
+
+    async def _ready(value: str) -> str:
+        return value
+
+    async def enter() -> tuple[str, int]:
+        with open(os.devnull):
+            async with AsyncTrace() as tracer:
+                h = 1 .save()
+        return tracer, h
+
+    running = enter()
+    try:
+        running.send(None)
+    except StopIteration as stop:
+        assert stop.value == ("async", 1)
+
+
+def test_nested_trace_in_a_block() -> None:
+    with Trace():
+        rows = []
+        for i in range(2):
+            with Trace(i) as inner:
+                h = (i + inner).save()
+            rows.append(h)
+        out = rows.save()
+
+        def later() -> int:
+            with Trace():
+                k = 7 .save()
+            return k
+
+        seven = later().save()
+    assert (out, seven) == ([0, 2], 7)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(run_all(globals())))
