@@ -15,9 +15,10 @@ from typing import Any
 from .locate import Place
 from .names import binds, reads
 from .refuse import refuse
-from .rewrite import first_argument, rewritten
+from .rewrite import rewritten
 from .saves import SAVE_NAME, Saves, current_saves
 from .source import compile_quietly, register
+from .supers import first_argument
 
 __all__ = ["Block"]
 
@@ -26,8 +27,8 @@ __all__ = ["Block"]
 class Block:
     """The body of a `with` statement, ready to run anywhere.
 
-    It runs as module-level code with one dict for all its names, so that lambdas, comprehensions, functions and
-    classes in it see them. `global x` and `nonlocal x` in it mean the block's own `x`. Blocks with equal
+    It runs as module-level code with one dict for all its names, so that lambdas, comprehensions, functions
+    and classes in it see them. `global x` and `nonlocal x` in it mean the block's own `x`. Blocks with equal
     digests are equal: same code, from the same lines of the same file.
     """
 
@@ -50,7 +51,7 @@ class Block:
 
     def __post_init__(self) -> None:
         code = compile_quietly(self.tree, self.filename, self.flags)
-        names = {"co_name": self.name}
+        names: dict[str, Any] = {"co_name": self.name}
         if sys.version_info >= (3, 11):
             names["co_qualname"] = self.qualname
         code = code.replace(**names)

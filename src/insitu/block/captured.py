@@ -15,8 +15,8 @@ __all__ = ["CapturedBody"]
 class CapturedBody(ABC):
     """`with` on an instance skips the body and hands it to `run_block` as data.
 
-    An error that `run_block` returns or raises reaches the caller with a traceback that shows the caller's frame
-    at the `with` and then the block's own lines. What is raised in the caller itself goes on its way.
+    An error that `run_block` returns or raises reaches the caller with a traceback that shows the caller's
+    frame at the `with` and then the block's own lines. What is raised in the caller itself goes on its way.
     """
 
     _sites: list[Site] | None = None

@@ -1,7 +1,7 @@
 """Lists, dicts and sets that a block takes from its caller: copied on the way in, compared afterwards.
 
-A name that was not saved keeps what it had before, so a block works on copies. Only the containers are copied;
-tensors, models and other objects in them are the same ones.
+A name that was not saved keeps what it had before, so a block works on copies. Only the containers are
+copied; tensors, models and other objects in them are the same ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = copy = set(value)
         return copy
     copy = tuple(_copy(item, memo) for item in value)
-    if all(new is old for new, old in zip(copy, value)):
+    if all(new is old for new, old in zip(copy, value, strict=True)):
         copy = value
     return memo.setdefault(id(value), copy)
 
@@ -63,8 +63,8 @@ def _same(original: Any, copy: Any, seen: set[tuple[int, int]]) -> bool:
     if kind is dict:
         return all(
             old_key is new_key and _same(old, new, seen)
-            for (old_key, old), (new_key, new) in zip(original.items(), copy.items())
+            for (old_key, old), (new_key, new) in zip(original.items(), copy.items(), strict=True)
         )
     if kind is set:
         return {id(item) for item in original} == {id(item) for item in copy}
-    return all(_same(old, new, seen) for old, new in zip(original, copy))
+    return all(_same(old, new, seen) for old, new in zip(original, copy, strict=True))

@@ -41,7 +41,7 @@ def _code_of(fn: Any) -> CodeType | None:
     fn = inspect.unwrap(fn)
     code = getattr(fn, "__code__", None)
     if code is None:
-        code = getattr(getattr(type(fn), "__call__", None), "__code__", None)
+        code = getattr(vars(type(fn)).get("__call__"), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 

@@ -7,12 +7,12 @@ import dis
 from collections.abc import Iterator
 from itertools import islice
 from types import CodeType
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 __all__ = ["Entry", "Place", "With", "find", "is_entering", "position"]
 
-With = Union[ast.With, ast.AsyncWith]
-Scope = Union[ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef]
+With = ast.With | ast.AsyncWith
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Position = tuple["int | None", "int | None", "int | None", "int | None"]
 
 _ENTERING = frozenset({"SETUP_WITH", "BEFORE_WITH", "BEFORE_ASYNC_WITH"})
@@ -90,9 +90,7 @@ def position(code: CodeType, offset: int, line: int) -> Position:
     return next(islice(positions(), offset // 2, None))
 
 
-def _withs(
-    node: ast.AST, line: int, scopes: tuple[Scope, ...]
-) -> Iterator[tuple[With, tuple[Scope, ...]]]:
+def _withs(node: ast.AST, line: int, scopes: tuple[Scope, ...]) -> Iterator[tuple[With, tuple[Scope, ...]]]:
     """Every `with` whose head, up to its body, holds the line. Expressions hold none and aren't entered."""
     if isinstance(node, (ast.stmt, ast.ExceptHandler)):
         if not node.lineno <= line <= (node.end_lineno or node.lineno):
@@ -128,7 +126,8 @@ def _item(node: With, entry: Entry) -> int | None:
     entries = [
         offset
         for offset in range(0, len(entry.code.co_code), 2)
-        if is_entering(entry.code, offset) and _position_at(entry.code, offset) == _position_at(entry.code, entry.offset)
+        if is_entering(entry.code, offset)
+        and _position_at(entry.code, offset) == _position_at(entry.code, entry.offset)
     ]
     return entries.index(entry.offset) % len(node.items)
 

@@ -74,7 +74,7 @@ class Mangler(ast.NodeTransformer):
         return self._change(node, "rest")
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        # Its body has private names of its own, which the compiler knows; all else belongs to the outer class.
+        # Its body has private names of its own, which the compiler knows; the rest is the outer class's.
         node.name, own_name = mangled(node.name, self._class_name), node.name
         node.decorator_list = [self.visit(child) for child in node.decorator_list]
         node.bases = [self.visit(child) for child in node.bases]

@@ -1,7 +1,7 @@
 """Skipping a body by `sys.monitoring` (Python 3.12), which leaves debuggers and coverage alone.
 
-The code with the `with` in it stays watched; every instruction but the one wanted is disabled when it first runs,
-so that it costs nothing afterwards. Nothing is switched on and off: that is not safe between threads.
+The code with the `with` in it stays watched; every instruction but the one wanted is disabled when it first
+runs, so that it costs nothing afterwards. Nothing is switched on and off: that is not safe between threads.
 """
 
 # `sys.monitoring` is not there for a type checker that assumes an older Python.

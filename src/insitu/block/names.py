@@ -14,7 +14,7 @@ _INNER_BINDS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
 def reads(code: CodeType) -> frozenset[str]:
-    """Names that the code, or a function or class in it, may look up outside itself. Builtins are among them."""
+    """Names that the code, or a function or class in it, may look up outside itself; builtins too."""
     return frozenset(_names(code, _READS, _READS)) - _OF_COMPILER
 
 

@@ -6,7 +6,7 @@ import dis
 import sys
 from types import CodeType
 
-__all__ = ["first_inside"]
+__all__ = ["exception_table", "first_inside"]
 
 
 def first_inside(code: CodeType, entering: int) -> int:
@@ -30,7 +30,7 @@ def _ranges_with_handler(code: CodeType) -> list[tuple[int, int, int]]:
     operations = code.co_code
     return [
         (start, end, handler)
-        for start, end, handler in exception_table(code.co_exceptiontable)
+        for start, end, handler in exception_table(getattr(code, "co_exceptiontable"))
         if (operations[handler], operations[handler + 2]) == begin
     ]
 
@@ -40,7 +40,7 @@ def exception_table(table: bytes) -> list[tuple[int, int, int]]:
     numbers = _numbers(table)
     return [
         (2 * start, 2 * (start + length), 2 * handler)
-        for start, length, handler in zip(numbers[::4], numbers[1::4], numbers[2::4])
+        for start, length, handler in zip(numbers[::4], numbers[1::4], numbers[2::4], strict=True)
     ]
 
 

@@ -44,22 +44,22 @@ class _Checker(ast.NodeVisitor):
         )
         raise BlockSyntaxError(message, (self._filename, line, column + 1, None))
 
-    def visit_Return(self, node: ast.Return) -> None:  # noqa: N802
+    def visit_Return(self, node: ast.Return) -> None:
         self._refuse(node, "return")
 
-    def visit_Yield(self, node: ast.Yield) -> None:  # noqa: N802
+    def visit_Yield(self, node: ast.Yield) -> None:
         self._refuse(node, "yield")
 
-    def visit_YieldFrom(self, node: ast.YieldFrom) -> None:  # noqa: N802
+    def visit_YieldFrom(self, node: ast.YieldFrom) -> None:
         self._refuse(node, "yield from")
 
-    def visit_Await(self, node: ast.Await) -> None:  # noqa: N802
+    def visit_Await(self, node: ast.Await) -> None:
         self._refuse(node, "await")
 
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:  # noqa: N802
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
         self._refuse(node, "async for")
 
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:  # noqa: N802
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
         self._refuse(node, "async with")
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
@@ -67,24 +67,24 @@ class _Checker(ast.NodeVisitor):
             self._refuse(node.target, "an async comprehension", "an async comprehension")
         self.generic_visit(node)
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:  # noqa: N802
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if any(alias.name == "*" for alias in node.names):
             self._refuse(node, "import *")
 
-    def visit_Break(self, node: ast.Break) -> None:  # noqa: N802
+    def visit_Break(self, node: ast.Break) -> None:
         if not self._loops:
             self._refuse(node, "break", "`break` out of a loop around the block")
 
-    def visit_Continue(self, node: ast.Continue) -> None:  # noqa: N802
+    def visit_Continue(self, node: ast.Continue) -> None:
         if not self._loops:
             self._refuse(node, "continue", "`continue` of a loop around the block")
 
-    def visit_For(self, node: ast.For) -> None:  # noqa: N802
+    def visit_For(self, node: ast.For) -> None:
         self.visit(node.target)
         self.visit(node.iter)
         self._visit_loop(node)
 
-    def visit_While(self, node: ast.While) -> None:  # noqa: N802
+    def visit_While(self, node: ast.While) -> None:
         self.visit(node.test)
         self._visit_loop(node)
 
@@ -96,7 +96,7 @@ class _Checker(ast.NodeVisitor):
         for statement in node.orelse:
             self.visit(statement)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         # What the body of a function does, it does when it is called.
         for expression in (*node.decorator_list, *node.args.defaults, *node.args.kw_defaults):
             if expression is not None:
@@ -104,7 +104,7 @@ class _Checker(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
-    def visit_Lambda(self, node: ast.Lambda) -> None:  # noqa: N802
+    def visit_Lambda(self, node: ast.Lambda) -> None:
         for expression in (*node.args.defaults, *node.args.kw_defaults):
             if expression is not None:
                 self.visit(expression)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
@@ -33,7 +34,8 @@ def save(value: T) -> T:
     saves = current_saves.get()
     if saves is None:
         raise OutsideTraceError(
-            "insitu.save(x) was called where no trace block is running: call it in the block, or in a function that the block calls"
+            "insitu.save(x) was called where no trace block is running: call it in the block, or in a "
+            "function that the block calls"
         )
     saves.mark(value)
     return value
@@ -86,6 +88,15 @@ class Saves:
         if id(value) not in self._marked:
             return False
         return not (isinstance(value, _SCALARS) and id(value) in self._ids_with_name)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make these the ones that `insitu.save` adds to. `Block.execute` does so by itself."""
+        token = current_saves.set(self)
+        try:
+            yield
+        finally:
+            current_saves.reset(token)
 
 
 def _has_own_save(value: object) -> bool:

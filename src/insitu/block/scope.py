@@ -92,12 +92,16 @@ class Scope:
         for name, value in mapping.items():
             if name in variables.globals_stored:
                 module[name] = value
-            elif (not is_function and name not in variables.free) or (is_function and (name in variables.local or name in variables.free)):
+            elif (not is_function and name not in variables.free) or (
+                is_function and (name in variables.local or name in variables.free)
+            ):
                 local[name] = value
             elif is_function and name in self._code.co_names:
                 module[name] = value
             else:
-                raise SourceError(f"`{name}` is no variable of {self.qualname}, so that it can't be bound there")
+                raise SourceError(
+                    f"`{name}` is no variable of {self.qualname}, so that it can't be bound there"
+                )
         return local, module
 
     def _from_enclosing_function(self, name: str) -> dict[str, Any]:
@@ -115,8 +119,8 @@ class Scope:
 def _own_names(code: CodeType) -> frozenset[str]:
     """Names that are never looked up among the globals.
 
-    Those of a comprehension compiled into its function are listed with the function's own, though the function
-    itself may mean a global by the same name.
+    Those of a comprehension compiled into its function are listed with the function's own, though the
+    function itself may mean a global by the same name.
     """
     variables = _variables(code)
     local = variables.local if code.co_flags & _FUNCTION else frozenset()
@@ -135,6 +139,8 @@ def _variables(code: CodeType) -> _Variables:
             local=frozenset(code.co_varnames + code.co_cellvars),
             free=frozenset(code.co_freevars),
             globals_used=frozenset(name for op, name in operations if op.endswith("_GLOBAL")),
-            globals_stored=frozenset(name for op, name in operations if op in ("STORE_GLOBAL", "DELETE_GLOBAL")),
+            globals_stored=frozenset(
+                name for op, name in operations if op in ("STORE_GLOBAL", "DELETE_GLOBAL")
+            ),
         )
     return _CACHE[code]

@@ -92,8 +92,8 @@ def _capture(frame: FrameType) -> _Capture:
     code = frame.f_code
     if not is_entering(code, frame.f_lasti):
         raise SourceError(
-            f"a trace has to be entered by a `with` statement of its own, so that its body can be taken from the "
-            f"source; at {code.co_filename}:{frame.f_lineno} it is entered by a call. {_FUNCTION_FORM}"
+            f"a trace has to be entered by a `with` statement, whose body can be taken from the source; "
+            f"at {code.co_filename}:{frame.f_lineno} it is entered by a call. {_FUNCTION_FORM}"
         )
     entry = Entry(code, frame.f_lasti, frame.f_lineno)
     candidates = 0

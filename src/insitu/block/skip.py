@@ -1,8 +1,8 @@
 """Leaving a `with` body before its first instruction.
 
-The instruction after the call of `__enter__` binds the `as` target, or drops the value. It is inside the `with` and
-before all of the body, whatever the body begins with. Raising there goes straight to `__exit__`, past no `except`
-or `finally` of the user's.
+The instruction after the call of `__enter__` binds the `as` target, or drops the value. It is inside the
+`with` and before all of the body, whatever the body begins with. Raising there goes straight to `__exit__`,
+past no `except` or `finally` of the user's.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def is_library_file(filename: str) -> bool:
 def set_traceback(
     error: BaseException, traceback: TracebackType | None, context: BaseException | None
 ) -> None:
-    """Give an error that is being handled the traceback and context with which a bare `raise` shall raise it."""
+    """Give an error that is being handled what a bare `raise` shall raise it with."""
     if sys.version_info < (3, 11) and traceback is not None:
         _replace_caught_entry(error, traceback)
     error.__traceback__ = traceback

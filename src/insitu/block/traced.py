@@ -22,7 +22,9 @@ class TracedSkip:
     def arm(self) -> None:
         """Have the body skipped: trace the frame, and only that, instruction by instruction."""
         frame = self._frame
-        self._before = (sys.gettrace(), frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes)
+        self._tracer = sys.gettrace()
+        self._trace_of_frame = frame.f_trace
+        self._events = (frame.f_trace_lines, frame.f_trace_opcodes)
         # 3.12 looks at `f_trace_opcodes` when tracing is turned on.
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -32,13 +34,13 @@ class TracedSkip:
     def disarm(self, error: BaseException | None) -> bool:
         """Undo it; whether `error` is what left the body."""
         frame = self._frame
-        tracer, *of_frame = self._before
-        if sys.gettrace() is not tracer:
-            sys.settrace(tracer)
-        frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = of_frame
+        if sys.gettrace() is not self._tracer:
+            sys.settrace(self._tracer)
+        frame.f_trace = self._trace_of_frame
+        frame.f_trace_lines, frame.f_trace_opcodes = self._events
         ours = error is self._signal
         self._signal.__traceback__ = None  # it leads to frames that lead to it
-        del self._frame, self._signal, self._before
+        del self._frame, self._signal, self._tracer, self._trace_of_frame
         return ours
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
