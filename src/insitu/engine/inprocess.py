@@ -63,7 +63,9 @@ class InProcess:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.outline: Outline = self._rpc("insitu_attach")
+        self.outline: Outline
+        self.layers: int
+        self.outline, self.layers = self._rpc("insitu_attach")
         config = llm.llm_engine.vllm_config
         self._limits = Limits(
             max_model_len=config.model_config.max_model_len,

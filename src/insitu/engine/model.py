@@ -11,7 +11,7 @@ from insitu.engine.trace import Trace
 from insitu.block import ArgumentError, EngineError
 from insitu.block.tracebacks import set_traceback, user_traceback
 from insitu.engine.prompts import are_several
-from insitu.tree import LOGITS, SAMPLES, Node, session_for
+from insitu.tree import LOGITS, SAMPLES, LayerStream, Node, session_for
 
 if TYPE_CHECKING:
     from insitu.engine.host import Stats
@@ -168,6 +168,56 @@ class VLLM:
     @samples.setter
     def samples(self, value: Any) -> None:
         session_for("`model.samples`").write(SAMPLES, value)
+
+    @property
+    def embed(self) -> Any:
+        """The token embedding alone, ``[tokens, d_model]``; writable."""
+        return session_for("`model.embed`").read_stream("embed", None)
+
+    @embed.setter
+    def embed(self, value: Any) -> None:
+        session_for("`model.embed`").write_stream("embed", None, value)
+
+    @property
+    def final_norm(self) -> Any:
+        """The normed stream that the unembedding gets, ``[tokens, d_model]``; writable."""
+        return session_for("`model.final_norm`").read_stream("final_norm", None)
+
+    @final_norm.setter
+    def final_norm(self, value: Any) -> None:
+        session_for("`model.final_norm`").write_stream("final_norm", None, value)
+
+    @property
+    def resid_pre(self) -> LayerStream:
+        """The residual stream before each layer."""
+        return self._stream("resid_pre")
+
+    @property
+    def resid_mid(self) -> LayerStream:
+        """The residual stream between each layer's attention and MLP."""
+        return self._stream("resid_mid")
+
+    @property
+    def resid_post(self) -> LayerStream:
+        """The residual stream after each layer."""
+        return self._stream("resid_post")
+
+    @property
+    def attn_out(self) -> LayerStream:
+        """What each layer's attention adds to the stream."""
+        return self._stream("attn_out")
+
+    @property
+    def mlp_out(self) -> LayerStream:
+        """What each layer's MLP adds to the stream."""
+        return self._stream("mlp_out")
+
+    def _stream(self, name: str) -> LayerStream:
+        return LayerStream(name, lambda: self._running().layers)
+
+    def apply_final_norm(self, hidden: Any) -> Any:
+        """The model's own last norm of ``[rows, d_model]``, in a block; ``unembed`` takes what it returns."""
+        return session_for("`model.apply_final_norm`").apply_norm(hidden)
 
     def unembed(self, hidden: Any) -> Any:
         """The model's own unembedding of ``[rows, d_model]`` of the normed stream, in a block.

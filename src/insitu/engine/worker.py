@@ -19,8 +19,8 @@ class InsituWorker:
 
     insitu_host: Host | None = None
 
-    def insitu_attach(self) -> Outline:
-        """Puts insitu beside the model runner; returns the model's outline.
+    def insitu_attach(self) -> tuple[Outline, int]:
+        """Puts insitu beside the model runner; returns the model's outline and its number of layers.
 
         Called once compilation and graph capture are over, so that neither ever meets insitu.
         """
@@ -33,7 +33,7 @@ class InsituWorker:
             )
         adapter = V1Adapter(runner)
         self.insitu_host = adapter.host
-        return adapter.interleaver.modules.outline()
+        return adapter.interleaver.modules.outline(), adapter.interleaver.anatomy.layers
 
     def insitu_submit(self, jobs: list[Job]) -> None:
         self._insitu.submit(jobs)

@@ -10,6 +10,8 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from insitu.run import traps
+from insitu.run.anatomy import Anatomy
+from insitu.run.derived import Derived
 from insitu.run.served import Rows, Served
 from insitu.run.torch_state import TorchState
 from insitu.tree import Place, current
@@ -17,6 +19,8 @@ from insitu.tree import Place, current
 
 class Model(Protocol):
     """What a run asks of the model that it runs beside."""
+
+    anatomy: Anatomy
 
     def check(self, run: BlockRun, place: Place) -> None:
         """Raises if ``place`` can't come any more in this step."""
@@ -43,6 +47,7 @@ class BlockRun:
         self._state = TorchState()
         self._greenlet: greenlet | None = None
         self._served: Served | None = None
+        self._derived: dict[str, Derived] = {}
         self.at: Place | None = None
         self.waiting: Place | None = None
         self.position = 0
@@ -101,6 +106,7 @@ class BlockRun:
         current.set(self)
         try:
             self.returned = self._program()
+            self._settle()
         except GreenletExit:
             pass
         except BaseException as error:
@@ -118,8 +124,31 @@ class BlockRun:
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.unembed(hidden)
 
+    def apply_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.call(self._model.anatomy.norm, (hidden,), {})
+
+    def read_stream(self, name: str, layer: int | None) -> torch.Tensor:
+        return self._stream(name, layer).value
+
+    def write_stream(self, name: str, layer: int | None, value: Any) -> None:
+        self._stream(name, layer).replace(value)
+
+    def _stream(self, name: str, layer: int | None) -> Derived:
+        stream = self._model.anatomy.stream(name, layer)
+        served = self._arrive(stream.place)
+        if name not in self._derived:
+            index = "" if layer is None else f"[{layer}]"
+            self._derived[name] = Derived(stream.parts(served.value), f"model.{name}{index}")
+        return self._derived[name]
+
+    def _settle(self) -> None:
+        for derived in self._derived.values():
+            derived.settle()
+        self._derived.clear()
+
     def _arrive(self, place: Place) -> Served:
         if place != self.at or self._served is None:
+            self._settle()
             self._model.check(self, place)
             self._served = None
             self._served = traps.wait(place)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from insitu.block import NotReachedError, OutOfOrderError, SharedModuleError
+from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
 from insitu.run.modules import ModuleTable
 from insitu.run.order import VisitOrder
@@ -32,6 +33,7 @@ class Interleaver:
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.modules = ModuleTable(root)
+        self.anatomy = Anatomy(self.modules)
         self.order = VisitOrder()
         self.rows: RowsOf = {}
         self._unembed = unembed
@@ -146,9 +148,8 @@ class Interleaver:
 
     def _watch(self, place: Place) -> None:
         if place.in_forward:
-            self._wrap(place.path)
-            if self.modules.is_shared(place.path):
-                self._wrap(self.modules.owner(place.path))
+            for path in (*self.order.calls(place), self.modules.owner(place.path), place.path):
+                self._wrap(path)
 
     def _wrap(self, path: str) -> None:
         # The instance's forward, not a hook: vLLM's compiled classes replace __call__ and never
@@ -171,7 +172,7 @@ class Interleaver:
             self._active.pop()
 
     def _serve_if_awaited(self, place: Place, live: Any, inputs: Any = None) -> Any:
-        self.order.arrive(place)
+        self.order.arrive(place, self._active)
         runs = self._waiting.pop(place, None)
         for run in runs or ():
             served = run.show(live, self.rows[run], str(place))

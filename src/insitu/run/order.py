@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from insitu.tree import Place
 
 
 class VisitOrder:
-    """When each place comes in a step, as a number that grows along the step.
+    """When each place comes in a step, as a number that grows along the step, and inside which calls.
 
-    Knowing it makes a read of a place that has gone by an error at once, on the line that reads.
+    The number makes a read of a place that has gone by an error at once, on the line that reads. The
+    calls are those to watch as well: a block that waits inside a module may ask for its output next,
+    and a call that has begun unwatched can't be caught any more.
     """
 
     def __init__(self) -> None:
         self._last: dict[Place, int] = {}
+        self._calls: dict[Place, tuple[str, ...]] = {}
         self._count = 0
         self.complete = False
 
@@ -20,13 +25,19 @@ class VisitOrder:
         """Forgets what was seen, if it was not a whole step."""
         if not self.complete:
             self._last.clear()
+            self._calls.clear()
             self._count = 0
 
-    def arrive(self, place: Place) -> None:
-        """Notes a visit while the order is being learnt."""
+    def arrive(self, place: Place, calls: Iterable[str]) -> None:
+        """Notes a visit, inside these calls, while the order is being learnt."""
         if not self.complete:
             self._count += 1
             self._last[place] = self._count
+            self._calls[place] = tuple(calls)
+
+    def calls(self, place: Place) -> tuple[str, ...]:
+        """Paths of the modules whose calls are in progress at ``place``, outermost first."""
+        return self._calls.get(place, ())
 
     def position(self, place: Place) -> int:
         """Where ``place`` comes in a step, as far as it has been seen; 0 if it has not."""

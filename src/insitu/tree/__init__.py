@@ -12,3 +12,5 @@ from insitu.tree.place import Place as Place
 from insitu.tree.session import Session as Session
 from insitu.tree.session import current as current
 from insitu.tree.session import session_for as session_for
+from insitu.tree.streams import LAYER_STREAMS as LAYER_STREAMS
+from insitu.tree.streams import LayerStream as LayerStream

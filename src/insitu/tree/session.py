@@ -28,6 +28,18 @@ class Session(Protocol):
         """Applies the module at ``path`` to values of the block."""
         ...
 
+    def read_stream(self, name: str, layer: int | None) -> Any:
+        """The value of a standard name, at one layer or of the whole model."""
+        ...
+
+    def write_stream(self, name: str, layer: int | None, value: Any) -> None:
+        """Replaces it."""
+        ...
+
+    def apply_norm(self, hidden: Any) -> Any:
+        """The norm before the unembedding, applied to values of the block."""
+        ...
+
     def unembed(self, hidden: Any) -> Any:
         """The model's own logits for rows of the normed stream."""
         ...

@@ -1,0 +1,43 @@
+"""A stream of the standard names, as a block sees and edits it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from insitu.block import WriteError
+
+
+class Derived:
+    """One stream at the place where the block is: a tensor that is the sum of ``parts``.
+
+    Written rows go whole into the first part and leave zero in the others, so that whoever adds them
+    up gets exactly what was written; rows that were not written keep their parts.
+    """
+
+    def __init__(self, parts: list[torch.Tensor], what: str) -> None:
+        self._parts = parts
+        self._what = what
+        self.value = parts[0] if len(parts) == 1 else sum(parts[1:], parts[0])
+        self._given = self.value.clone() if len(parts) > 1 else None
+        self._version = self.value._version
+
+    def replace(self, new: Any) -> None:
+        """Takes ``new`` for the whole stream. Raises ``WriteError`` for another shape."""
+        if not isinstance(new, torch.Tensor) or new.shape != self.value.shape or not new.is_floating_point():
+            got = f"{tuple(new.shape)} {new.dtype}" if isinstance(new, torch.Tensor) else type(new).__name__
+            raise WriteError(f"{self._what} takes shape {tuple(self.value.shape)} {self.value.dtype}; got {got}")
+        with torch.no_grad():
+            self.value.copy_(new)
+
+    def settle(self) -> None:
+        """Hands what was changed on to the parts."""
+        if self._given is None or self.value._version == self._version:
+            return
+        with torch.no_grad():
+            changed = (self.value != self._given).any(dim=-1)
+            first, *others = self._parts
+            first[changed] = self.value[changed]
+            for other in others:
+                other[changed] = 0

@@ -1,0 +1,48 @@
+"""Names that mean the same on every architecture, after TransformerLens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from insitu.tree.session import session_for
+
+
+class LayerStream:
+    """One stream of the model at each layer: ``model.resid_post[3]`` is a tensor ``[tokens, d_model]``.
+
+    Readable in a block, and writable: in-place edits and assignment change what the model goes on
+    with. ``len`` is the number of layers. Raises ``LocationError`` where the architecture computes no
+    such value.
+    """
+
+    def __init__(self, name: str, layers: Callable[[], int]) -> None:
+        self._name = name
+        self._layers = layers
+
+    def __getitem__(self, layer: int) -> Any:
+        return session_for(self._at(layer)).read_stream(self._name, self._index(layer))
+
+    def __setitem__(self, layer: int, value: Any) -> None:
+        session_for(self._at(layer)).write_stream(self._name, self._index(layer), value)
+
+    def __len__(self) -> int:
+        return self._layers()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[layer] for layer in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of each layer>"
+
+    def _at(self, layer: int) -> str:
+        return f"`model.{self._name}[{layer}]`"
+
+    def _index(self, layer: int) -> int:
+        count = len(self)
+        if not -count <= layer < count:
+            raise IndexError(f"model.{self._name} has {count} layers, 0 to {count - 1}; got {layer}")
+        return layer % count
+
+
+LAYER_STREAMS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
