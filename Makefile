@@ -33,7 +33,7 @@ bench: setup  ## what insitu costs beside plain vLLM
 	@$(BIN)/python -m benchmarks
 
 docs: setup  ## build the pages into site/
-	@$(BIN)/mkdocs build --strict --quiet && echo "built site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "built site/index.html"
 
 docs-output: setup  ## run the pages' code again and write down what it prints
 	@$(BIN)/python tools/update_docs_output.py

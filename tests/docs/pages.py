@@ -1,0 +1,107 @@
+"""The pages of docs/ as programs: their code is run in order and what it prints is compared or written back.
+
+A fenced block marked `python` is run, in one namespace for the page; the block marked `text` right after
+it is what it prints. A block whose text begins with `Traceback` has to fail, and the traceback is what it
+prints. `<!-- not run: reason -->` on the line before a block leaves it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+FENCE = re.compile(
+    r"(?P<skip><!-- not run:[^\n]*-->\n)?"
+    r"^```python\n(?P<code>.*?)^```\n"
+    r"(?:\n```text\n(?P<output>.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    number: int
+    code: str
+    output: str | None
+    """What the page says that it prints; None where the page shows nothing."""
+    span: tuple[int, int]
+    """Where that is in the page."""
+
+    @property
+    def fails(self) -> bool:
+        return (self.output or "").startswith("Traceback")
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page that are run."""
+    found = [match for match in FENCE.finditer(page.read_text("utf-8")) if not match["skip"]]
+    return [
+        Block(number, match["code"], match["output"], match.span("output"))
+        for number, match in enumerate(found, 1)
+    ]
+
+
+def run(page: Path) -> list[str]:
+    """What each block of the page prints, run in a process of its own."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.docs.pages", str(page), result.name],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"{page.name}: {done.stderr[-6000:]}")
+        return json.load(result)
+
+
+def rewritten(page: Path, outputs: list[str]) -> str:
+    """The text of the page with each shown output replaced by the real one."""
+    text = page.read_text("utf-8")
+    for block, output in reversed(list(zip(blocks(page), outputs, strict=True))):
+        if block.output is not None:
+            start, stop = block.span
+            text = text[:start] + output + text[stop:]
+    return text
+
+
+def _run_here(page: Path) -> list[str]:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    return [_run_block(block, f"<{page.name}, block {block.number}>", namespace) for block in blocks(page)]
+
+
+def _run_block(block: Block, filename: str, namespace: dict[str, Any]) -> str:
+    linecache.cache[filename] = (len(block.code), None, block.code.splitlines(keepends=True), filename)
+    # A real file: vLLM asks standard output for its number.
+    with tempfile.TemporaryFile("w+") as printed, contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(block.code, filename, "exec"), namespace)
+        except Exception as error:
+            if not block.fails:
+                raise
+            below = error.__traceback__.tb_next if error.__traceback__ else None
+            print("".join(traceback.format_exception(type(error), error, below)), end="")
+        else:
+            assert not block.fails, f"{filename} was to fail"
+        printed.seek(0)
+        return printed.read()
+
+
+if __name__ == "__main__":
+    importlib.import_module("tests.conftest")  # its settings for vLLM
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    Path(sys.argv[2]).write_text(json.dumps(_run_here(Path(sys.argv[1]))))

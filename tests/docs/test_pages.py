@@ -1,0 +1,62 @@
+"""The pages say what the code does: every block runs, and prints what the page shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs import pages
+
+RUNNABLE = [page for page in pages.PAGES if pages.blocks(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+def test_page_prints_what_it_shows(page: Path) -> None:
+    outputs = pages.run(page)
+    shown = [block.output or "" for block in pages.blocks(page)]
+    assert outputs == shown, "`make docs-output` writes down what the code prints"
+    assert str(pages.ROOT) not in page.read_text("utf-8")
+
+
+def test_pages_with_code_are_found() -> None:
+    assert {"walkthrough.md", "errors.md"} <= {page.name for page in RUNNABLE}
+
+
+@pytest.mark.parametrize("page", [*pages.PAGES, pages.ROOT / "README.md"], ids=lambda page: page.name)
+def test_local_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text("utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_example_of_the_readme_is_that_of_the_first_page() -> None:
+    example = re.compile(r"```python\n(.*?)```", re.DOTALL)
+    readme = example.search((pages.ROOT / "README.md").read_text("utf-8"))
+    index = example.search((pages.ROOT / "docs" / "index.md").read_text("utf-8"))
+    assert readme
+    assert index
+    assert readme[1] == index[1]
+
+
+def test_a_page_is_run_and_written_back(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text\n```python\nx = 1\nprint(x)\n```\n\n```text\nold\n```\n"
+        "<!-- not run: an example -->\n```python\nnonsense(\n```\n"
+        "```python\nx += 1\n```\n"
+        "```python\nraise ValueError(x)\n```\n\n```text\nTraceback\n```\nEnd\n"
+    )
+    outputs = pages.run(page)
+    assert outputs[:2] == ["1\n", ""]
+    assert outputs[2] == (
+        "Traceback (most recent call last):\n"
+        '  File "<page.md, block 3>", line 1, in <module>\n'
+        "    raise ValueError(x)\n"
+        "ValueError: 2\n"
+    )
+    page.write_text(pages.rewritten(page, outputs))
+    assert "```text\n1\n```\n" in page.read_text()
+    assert page.read_text().endswith("ValueError: 2\n```\nEnd\n")
+    assert pages.run(page) == outputs

@@ -1,0 +1,24 @@
+"""Runs the code of the pages in docs/ and writes down what it prints. Run by `make docs-output`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.docs import pages
+
+
+def main() -> None:
+    for page in pages.PAGES:
+        if not pages.blocks(page):
+            continue
+        before = page.read_text("utf-8")
+        after = pages.rewritten(page, pages.run(page))
+        page.write_text(after, "utf-8")
+        print(f"{page.name}: {'rewritten' if after != before else 'as it was'}")
+
+
+if __name__ == "__main__":
+    main()
