@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from insitu.tree import Module, Outline, join
+from insitu.tree import Module, Outline
 
 
 class ModuleTable:
@@ -51,14 +51,18 @@ class ModuleTable:
         return found[0] if len(found) == 1 else None
 
     def outline(self) -> Outline:
-        return Outline({path: _described(path, module) for path, module in self.by_path.items()})
+        return Outline({path: _described(module) for path, module in self.by_path.items()})
 
 
-def _described(path: str, module: torch.nn.Module) -> Module:
-    shapes = [
-        f"{name} {list(parameter.shape)}"
-        for name, parameter in module.named_parameters(recurse=False)
-        if join(path, name)
-    ]
+def _described(module: torch.nn.Module) -> Module:
     children = tuple(name for name, child in module._modules.items() if child is not None)
-    return Module(type(module).__name__, children, ", ".join(shapes))
+    return Module(type(module).__name__, children, _note(module))
+
+
+def _note(module: torch.nn.Module) -> str:
+    # vLLM's linear layers may pack their weights away, but always say what they map.
+    sizes = [getattr(module, name, None) for name in ("input_size", "output_size")]
+    if all(isinstance(size, int) for size in sizes):
+        return f"{sizes[0]} -> {sizes[1]}"
+    shapes = [(name, list(parameter.shape)) for name, parameter in module.named_parameters(recurse=False)]
+    return ", ".join(f"{name} {shape}" for name, shape in shapes if shape != [0])

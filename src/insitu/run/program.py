@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from insitu.run.block_run import BlockRun
+from insitu.run.served import rebuilt
 
 
 @dataclass
@@ -36,10 +37,10 @@ def ordinary(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return _ordinary_tensor(value)
-    if kind is list or kind is tuple:
+    if kind is list or isinstance(value, tuple):
         parts = [ordinary(part) for part in value]
         same = all(a is b for a, b in zip(parts, value, strict=True))
-        return value if same else kind(parts)
+        return value if same else rebuilt(value, parts)
     if kind is dict:
         parts = {key: ordinary(part) for key, part in value.items()}
         return value if all(parts[key] is value[key] for key in value) else parts

@@ -30,14 +30,16 @@ def map_tensors(value: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
     """``value`` with each tensor in its tuples, lists and dicts replaced by ``convert(tensor)``."""
     if isinstance(value, torch.Tensor):
         return convert(value)
-    if isinstance(value, tuple):
-        parts = [map_tensors(part, convert) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        return [map_tensors(part, convert) for part in value]
+    if isinstance(value, (tuple, list)):
+        return rebuilt(value, [map_tensors(part, convert) for part in value])
     if isinstance(value, dict):
         return {key: map_tensors(part, convert) for key, part in value.items()}
     return value
+
+
+def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
+    """A tuple, named tuple or list like ``value``, of other parts."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 class _Leaf:
