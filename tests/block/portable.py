@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import subprocess
 import sys
+import tempfile
+from typing import Any
 
 if __name__ == "__main__":
     _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -518,6 +522,131 @@ def test_nested_trace_in_a_block() -> None:
 
         seven = later().save()
     assert (out, seven) == ([0, 2], 7)
+
+
+# Sources.
+
+SCRIPT = """\
+from harness import Trace
+factor = 3
+def f(x):
+    with Trace() as t:
+        h = (x * factor).save()
+    return h
+
+with Trace() as t:
+    g = (f(2) + 1).save()
+
+print(f(5), g, t)
+"""
+PRINTED = "15 7 the target"
+
+
+def python(*arguments: str, text: str | None = None, file: Any = None) -> tuple[str, str]:
+    folders = [os.path.dirname(sys.modules["harness"].__file__ or ""), *sys.path]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        **({"input": text} if text is not None else {"stdin": file}),
+    )
+    return done.stdout.strip(), done.stderr.strip()
+
+
+def test_sources_of_a_whole_program() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "script.py")
+        with open(path, "w") as file:
+            file.write(SCRIPT)
+        assert python(path) == (PRINTED, "")
+        with open(path) as file:
+            assert python(file=file) == (PRINTED, "")
+    assert python("-c", SCRIPT) == (PRINTED, "")
+    assert python("-c", "exec(" + repr(SCRIPT) + ")") == (PRINTED, "")
+
+
+def test_interactive_interpreter() -> None:
+    output, errors = python("-i", "-q", text=SCRIPT)
+    if sys.version_info >= (3, 13):
+        assert PRINTED in output, errors
+    else:
+        assert "SourceError: the source of the `with` at <stdin>:1 can't be found" in errors
+
+
+def test_file_edited_since_import() -> None:
+    import importlib
+
+    for number, (old, new) in enumerate(
+        [("x * factor", "x + factor"), ("factor = 3", "factor = 3\n"), ("as t:", "as u:"), ("h = ", "h = 1\n        h = ")]
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, f"edited{number}.py")
+            with open(path, "w") as file:
+                file.write(SCRIPT.replace("print(f(5), g, t)", ""))
+            sys.path.insert(0, folder)
+            importlib.invalidate_caches()
+            module = importlib.import_module(f"edited{number}")
+            sys.path.remove(folder)
+            module.f.__code__ = module.f.__code__.replace()  # not yet captured
+            assert module.f(1) == 3
+            module.f.__code__ = module.f.__code__.replace()
+            with open(path, "w") as file:
+                file.write(SCRIPT.replace("print(f(5), g, t)", "").replace(old, new))
+            os.utime(path, (1, 1))
+            error = raised(module.f, 1)
+            assert type(error).__name__ == "SourceError", (number, error)
+            assert "it was edited since" in str(error)
+
+
+# Layouts: `h` is 1 at the end of each.
+
+LAYOUTS = {
+    "parentheses": "with (Trace(\n    )\n):\n    h = 1 .save()\n",
+    "parentheses_as": "with (\n    Trace(\n    ) as t,\n):\n    h = 1 .save()\n",
+    "two_in_parentheses": "with (\n  Trace() as u,\n  Null() as n\n):\n    h = 1 .save()\n",
+    "second_in_parentheses": "with (\n  Null(2) as u,\n  Trace() as n\n):\n    h = (u - 1).save()\n",
+    "third_on_one_line": "with Null(2) as u, Null(u) as v, Trace(): h = (v - 1).save()\n",
+    "backslash": "with \\\n  Trace() \\\n    as t:\n    h = 1 .save()\n",
+    "one_line": "if 1:\n with Trace(): h = 1 .save(); k = 2\n",
+    "semicolons": "x = 1; y = 2\nwith Trace(): h = 1 .save(); k = h; m = k\n",
+    "one_liners_in_a_row": "with Trace(): a = 1 .save()\nwith Trace(): h = a.save()\n",
+    "comment_after_colon": "with Trace():  # comment\n    # comment\n\n    h = 1 .save()  # comment\n# end\n",
+    "comment_in_the_first_column": "with Trace():\n# comment\n    h = 1 .save()\n# comment\n    k = 2\n",
+    "lines_in_the_head": "with Trace(\n  (lambda: 1)(\n  )\n) as h:\n    h = h.save()\n",
+    "text_in_the_first_column": "with Trace():\n    h = '''\n\nx'''.count('x').save()\n",
+    "unicode_before": "é = 'é'; x = 2\nwith Trace('é' + é): h = 1 .save()\n",
+    "many_names": "".join(f"v{i} = {i}\n" for i in range(300)) + "with Trace() as z:\n    h = (v299 - 298).save()\n",
+    "long_body": "with Trace() as z:\n" + "    h = 1 .save()\n" * 2000,
+    "long_after": "with Trace() as z:\n    h = 1 .save()\n" + "k = h * 2 + 1\n" * 2000,
+    "global_statement": "with Trace() as z:\n    h = 1 .save()\nif h != 1:\n    raise ValueError\n",
+}
+
+
+def test_layouts() -> None:
+    from contextlib import nullcontext
+
+    def texts() -> Any:
+        for name, text in LAYOUTS.items():
+            yield name, text
+            body = "".join(f"  {line}" for line in text.splitlines(keepends=True))
+            yield f"{name} in a function", f"def f():\n{body}\n  return h\nh = f()\n"
+            yield f"{name} in a class", f"class C:\n{body}\nh = C.h\n"
+            again = f"def f():\n for i in range(2):\n  try: pass\n  finally:\n   if i == 1:\n"
+            again += "".join(f"    {line}" for line in text.splitlines(keepends=True)) + "\n return h\nh = f()\n"
+            yield f"{name} in a finally in a loop", again
+
+    for number, (name, text) in enumerate(texts()):
+        filename = f"<layout {number}>"
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        namespace = {"Trace": Trace, "Null": nullcontext, "__name__": "layout"}
+        if "head" in name and "class" not in name:
+            namespace["Trace"] = lambda *a: Trace(*a)
+        try:
+            exec(compile(text, filename, "exec"), namespace)
+        except Exception as error:
+            raise AssertionError(name) from error
+        assert namespace["h"] == 1, name
 
 
 if __name__ == "__main__":

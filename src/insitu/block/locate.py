@@ -6,10 +6,10 @@ import ast
 import dis
 from collections.abc import Iterator
 from itertools import islice
-from types import CodeType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
-__all__ = ["Entry", "Place", "With", "find", "is_entering", "position"]
+__all__ = ["Entry", "Place", "find"]
 
 With = ast.With | ast.AsyncWith
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -19,11 +19,19 @@ _ENTERING = frozenset({"SETUP_WITH", "BEFORE_WITH", "BEFORE_ASYNC_WITH"})
 
 
 class Entry(NamedTuple):
-    """An instruction that calls `__enter__`."""
+    """An instruction that calls `__enter__` or `__aenter__` for a `with` statement."""
 
     code: CodeType
     offset: int
     line: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Entry | None:
+        """What the frame is doing, if it is that."""
+        code, offset = frame.f_code, frame.f_lasti
+        while code.co_code[offset] == dis.EXTENDED_ARG:
+            offset += 2
+        return cls(code, offset, frame.f_lineno) if _is_entering(code, offset) else None
 
 
 class Place(NamedTuple):
@@ -73,8 +81,7 @@ def find(tree: ast.Module, entry: Entry) -> Place | None:
     return None
 
 
-def is_entering(code: CodeType, offset: int) -> bool:
-    """Whether the instruction calls a manager's `__enter__` or `__aenter__` for a `with` statement."""
+def _is_entering(code: CodeType, offset: int) -> bool:
     name = dis.opname[code.co_code[offset]]
     if name in _ENTERING:
         return True
@@ -82,7 +89,7 @@ def is_entering(code: CodeType, offset: int) -> bool:
     return name == "CALL" and offset >= 2 and dis.opname[code.co_code[offset - 2]] == "LOAD_SPECIAL"
 
 
-def position(code: CodeType, offset: int, line: int) -> Position:
+def _position(code: CodeType, offset: int, line: int) -> Position:
     """First and last line, first and last column of an instruction; no columns before Python 3.11."""
     positions = getattr(code, "co_positions", None)
     if positions is None:
@@ -112,7 +119,7 @@ def _head_end(node: With) -> int:
 
 def _item(node: With, entry: Entry) -> int | None:
     """Which item of the statement is entered; None if it is not this statement."""
-    here = position(entry.code, entry.offset, entry.line)
+    here = _position(entry.code, entry.offset, entry.line)
     exact = [number for number, item in enumerate(node.items) if _position_of(item.context_expr) == here]
     if exact:
         return exact[0]
@@ -126,7 +133,7 @@ def _item(node: With, entry: Entry) -> int | None:
     entries = [
         offset
         for offset in range(0, len(entry.code.co_code), 2)
-        if is_entering(entry.code, offset)
+        if _is_entering(entry.code, offset)
         and _position_at(entry.code, offset) == _position_at(entry.code, entry.offset)
     ]
     return entries.index(entry.offset) % len(node.items)
@@ -134,7 +141,7 @@ def _item(node: With, entry: Entry) -> int | None:
 
 def _position_at(code: CodeType, offset: int) -> Position:
     if hasattr(code, "co_positions"):
-        return position(code, offset, 0)
+        return _position(code, offset, 0)
     for start, end, line in code.co_lines():
         if start <= offset < end:
             return (line, None, None, None)

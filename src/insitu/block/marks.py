@@ -22,7 +22,7 @@ class Unmark(ast.NodeTransformer):
 
 
 class Mark(ast.NodeTransformer):
-    """Makes `EXPR.save()` a call of `Saves.mark`, with the names that the statement gives to it in the block."""
+    """Makes `EXPR.save()` a call of `Saves.mark`, with the block's names that it is given to."""
 
     def __init__(self) -> None:
         self._names: dict[ast.Call, list[str]] = {}

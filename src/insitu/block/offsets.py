@@ -30,7 +30,7 @@ def _ranges_with_handler(code: CodeType) -> list[tuple[int, int, int]]:
     operations = code.co_code
     return [
         (start, end, handler)
-        for start, end, handler in exception_table(getattr(code, "co_exceptiontable"))
+        for start, end, handler in exception_table(code.co_exceptiontable)  # pyright: ignore[reportAttributeAccessIssue]
         if (operations[handler], operations[handler + 2]) == begin
     ]
 

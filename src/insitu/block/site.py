@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .block import Block
 from .errors import SourceError
-from .locate import Entry, find, is_entering
+from .locate import Entry, find
 from .offsets import first_inside
 from .scope import Scope
 from .skip import skip_body
@@ -90,12 +90,12 @@ def _captured(frame: FrameType) -> _Capture:
 
 def _capture(frame: FrameType) -> _Capture:
     code = frame.f_code
-    if not is_entering(code, frame.f_lasti):
+    entry = Entry.of(frame)
+    if entry is None:
         raise SourceError(
             f"a trace has to be entered by a `with` statement, whose body can be taken from the source; "
             f"at {code.co_filename}:{frame.f_lineno} it is entered by a call. {_FUNCTION_FORM}"
         )
-    entry = Entry(code, frame.f_lasti, frame.f_lineno)
     candidates = 0
     for source in sources(frame):
         candidates += 1

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 __all__ = ["Source", "compile_quietly", "compiled", "future_flags", "register", "sources"]
 
+_CALLERS_ASKED = 20
+
 _FUTURE = 0
 for _name in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _name).compiler_flag
@@ -44,10 +46,10 @@ def sources(frame: FrameType) -> Iterator[Source]:
         tree = _parse(text, code.co_filename)
         if tree is not None:
             yield Source(tree, rewritten=_may_be_rewritten(frame))
-    for text in _texts_elsewhere(frame):
+    for text, rewritten in _texts_elsewhere(frame):
         tree = _parse(text, code.co_filename)
         if tree is not None:
-            yield Source(tree)
+            yield Source(tree, rewritten=rewritten)
 
 
 def future_flags(code: CodeType) -> int:
@@ -111,15 +113,15 @@ def _lines(frame: FrameType) -> list[str]:
     return linecache.getlines(code.co_filename, frame.f_globals)
 
 
-def _texts_elsewhere(frame: FrameType) -> Iterator[str]:
-    """Texts that may be those of code without a file; whether one is has to be checked."""
+def _texts_elsewhere(frame: FrameType) -> Iterator[tuple[str, bool]]:
+    """Texts that may be those of code without a file, and whether the code may be of a changed tree."""
     filename = frame.f_code.co_filename
     if filename == "<string>":
-        yield from _command_line_text()
+        yield from ((text, False) for text in _command_line_text())
     if filename in ("<stdin>", "-"):
-        yield from _standard_input_text()
+        yield from ((text, False) for text in _standard_input_text())
     if not os.path.isfile(filename):
-        yield from _texts_of_executing_frames(frame)
+        yield from _texts_of_callers(frame)
 
 
 def _command_line_text() -> Iterator[str]:
@@ -140,18 +142,16 @@ def _standard_input_text() -> Iterator[str]:
         return
 
 
-def _texts_of_executing_frames(frame: FrameType) -> Iterator[str]:
-    """Strings held by the callers of the frame's file: one of them may be what was given to `exec`."""
-    filename = frame.f_code.co_filename
+def _texts_of_callers(frame: FrameType) -> Iterator[tuple[str, bool]]:
+    """Strings that the callers hold: one of them may be what was given to `exec`, or to `%%time`."""
     caller = frame.f_back
-    while caller is not None and caller.f_code.co_filename == filename:
+    for _ in range(_CALLERS_ASKED):
+        if caller is None:
+            return
+        for value in (*caller.f_locals.values(), *caller.f_code.co_consts):
+            if isinstance(value, str) and "with" in value and ":" in value:
+                yield value, caller.f_globals.get("__name__", "").startswith("IPython.")
         caller = caller.f_back
-    if caller is None:
-        return
-    values = [*caller.f_locals.values(), *caller.f_code.co_consts]
-    for value in values:
-        if isinstance(value, str) and "with" in value and ":" in value:
-            yield value
 
 
 # Trees.
