@@ -40,6 +40,7 @@ class Interleaver:
         self._waiting: dict[Place, list[BlockRun]] = {}
         self._wrapped: dict[int, tuple[torch.nn.Module, Any]] = {}
         self._active: list[str] = []
+        self._called: set[int] = set()
         self._open = False
         self._muted = False
 
@@ -59,6 +60,7 @@ class Interleaver:
         """From here to ``close`` the modules that runs wait for are watched."""
         self.rows = rows
         self._open = True
+        self._called.clear()
         self.order.restart()
         if not self.order.complete:
             for path in self.modules.by_path:
@@ -148,7 +150,7 @@ class Interleaver:
 
     def _watch(self, place: Place) -> None:
         if place.in_forward:
-            for path in (*self.order.calls(place), self.modules.owner(place.path), place.path):
+            for path in (*self.order.calls(place), *self.modules.owners(place.path), place.path):
                 self._wrap(path)
 
     def _wrap(self, path: str) -> None:
@@ -160,6 +162,7 @@ class Interleaver:
             module.__dict__["forward"] = partial(self._visit, module, module.forward)
 
     def _visit(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._called.add(id(module))
         path = None if self._muted else self.modules.path_now(module, self._active)
         if path is None:
             return forward(*args, **kwargs)
@@ -195,14 +198,16 @@ class Interleaver:
                 self._park(run)
 
     def _unreached(self, place: Place) -> Exception:
-        if self.modules.is_shared(place.path):
-            paths = self.modules.paths_of(self.modules[place.path])
-            owner = self.modules.owner(place.path)
+        module = self.modules[place.path]
+        if self.modules.is_shared(place.path) and id(module) in self._called:
+            paths = self.modules.paths_of(module)
+            other = next(path for path in paths if path != place.path)
             return SharedModuleError(
-                f"`{place.path}` is one module shared under {len(paths)} paths, and `{owner}` did not call it "
-                f"in a way that tells them apart; read a place of `{owner}` instead"
+                f"`{place.path}` is one module shared under {len(paths)} paths (`{other}` is another), and "
+                f"this step's calls of it were under others or can't be told apart; read a place of the "
+                f"module that calls it instead"
             )
-        kind = type(self.modules[place.path]).__name__
+        kind = type(module).__name__
         return NotReachedError(
             f"`{place}` was not reached: this step's forward is over and never called `{place.path}` ({kind})"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -38,17 +38,24 @@ class ModuleTable:
             path = path.rpartition(".")[0]
         return path
 
-    def path_now(self, module: torch.nn.Module, active: Iterable[str]) -> str | None:
-        """The path under which ``module`` is being called, given the calls in progress.
+    def owners(self, path: str) -> list[str]:
+        """The owners of the module at ``path`` under each of its paths."""
+        return [self.owner(each) for each in self._paths[id(self.by_path[path])]]
 
-        None if that can't be told: its owner calls it under several paths, or is not in progress.
+    def path_now(self, module: torch.nn.Module, active: Sequence[str]) -> str | None:
+        """The path under which ``module`` is being called, given the calls in progress, outermost first.
+
+        The innermost owner in progress decides: in a model whose unembedding is its embedding, the root
+        owns one path of it and the trunk the other. None if no owner is in progress, or one has several.
         """
         paths = self._paths[id(module)]
         if len(paths) == 1:
             return paths[0]
-        running = set(active)
-        found = [path for path in paths if self.owner(path) in running]
-        return found[0] if len(found) == 1 else None
+        for call in reversed(active):
+            found = [path for path in paths if self.owner(path) == call]
+            if found:
+                return found[0] if len(found) == 1 else None
+        return None
 
     def outline(self) -> Outline:
         return Outline({path: _described(module) for path, module in self.by_path.items()})
