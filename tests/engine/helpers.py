@@ -1,0 +1,98 @@
+"""What the engine tests share: reference values, comparison, engines of a test's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import insitu
+from tests import models
+
+BOUND = 1e-5
+PROMPT = "The Eiffel Tower is in the city of"
+
+
+def ids_of(name: str, text: str = PROMPT) -> list[int]:
+    return models.encode(models.tiny(name), text)
+
+
+@functools.lru_cache(maxsize=256)
+def _activations(name: str, ids: tuple[int, ...]) -> dict[str, models.Activation]:
+    return models.hf_activations(models.oracle(models.tiny(name)), ids)
+
+
+def hf(name: str, ids: Sequence[int]) -> dict[str, models.Activation]:
+    """What every module of the transformers model takes and returns for these ids."""
+    return _activations(name, tuple(ids))
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(name: str, ids: tuple[int, ...]) -> models.Residuals:
+    return models.hf_residuals(models.oracle(models.tiny(name)), ids)
+
+
+def hf_stream(name: str, ids: Sequence[int]) -> models.Residuals:
+    """The residual stream of the transformers model for these ids."""
+    return _stream(name, tuple(ids))
+
+
+def difference(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest absolute difference, relative to the largest value where that is above 1."""
+    assert value.shape == wanted.shape, f"shape {tuple(value.shape)}, wanted {tuple(wanted.shape)}"
+    assert torch.isfinite(value).all(), "not all values are finite"
+    return ((value - wanted).abs().max() / wanted.abs().max().clamp(min=1)).item()
+
+
+def assert_close(value: torch.Tensor, wanted: torch.Tensor, what: str = "", bound: float = BOUND) -> None:
+    found = difference(value, wanted)
+    assert found <= bound, f"{what}: differs by {found:.2e}, bound {bound:.0e}"
+
+
+def trunk(model: Any) -> Any:
+    """The module that holds a model's layers."""
+    return model.transformer if "transformer" in dir(model) else model.model
+
+
+def layers(model: Any) -> Any:
+    return trunk(model).h if "transformer" in dir(model) else trunk(model).layers
+
+
+def summed(output: Any) -> torch.Tensor:
+    """A decoder layer's output as transformers returns it, where vLLM leaves the two summands apart."""
+    return output if isinstance(output, torch.Tensor) else output[0] + output[1]
+
+
+@contextmanager
+def own_engine(name: str, **engine_args: Any) -> Iterator[Any]:
+    """A float32 engine beside the session's, with arguments of its own."""
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **engine_args}
+    with insitu.VLLM(models.tiny(name), dispatch=True, **settings) as model:
+        yield model
+
+
+def plain(model: Any, prompts: Sequence[Any], **sampling: Any) -> list[Any]:
+    """vLLM's own outputs, no block anywhere. Prompts are token ids."""
+    from vllm import SamplingParams
+
+    given = [{"prompt_token_ids": list(ids)} for ids in prompts]
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    return model.vllm_entrypoint.generate(given, params, use_tqdm=False)
+
+
+def enqueue(model: Any, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
+    """Hands untraced requests to vLLM, which runs them whenever somebody steps the engine."""
+    from vllm import SamplingParams
+
+    given = [{"prompt_token_ids": list(ids)} for ids in prompts]
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in tokens]
+    model.vllm_entrypoint.enqueue(given, params, use_tqdm=False)
+
+
+def completed(model: Any) -> list[Any]:
+    """The outputs of the enqueued requests, in the order in which they were handed over."""
+    found = model.vllm_entrypoint.wait_for_completion(use_tqdm=False)
+    return sorted(found, key=lambda output: int(output.request_id.split("-")[0]))
