@@ -599,6 +599,106 @@ def test_file_edited_since_import() -> None:
             assert "it was edited since" in str(error)
 
 
+def test_every_way_to_skip() -> None:
+    from insitu.block import monitored
+
+    if sys.version_info < (3, 12):
+        return
+    available = monitored.available
+    monitored.available = lambda: False
+    try:
+        for test in (
+            test_body_that_begins_with_try,
+            test_bodies_of_nothing,
+            test_trace_in_try_finally_copies,
+            test_generator_and_coroutine_frames,
+            test_async_with,
+            test_tracing_of_others_is_given_back,
+            test_frames_are_not_kept,
+        ):
+            test()
+    finally:
+        monitored.available = available
+
+
+def test_with_of_another_manager_before() -> None:
+    from contextlib import nullcontext
+
+    seen = []
+    for manager in (nullcontext(), Trace(), nullcontext(), Trace()):
+        with Trace():
+            h = 1 .save()
+        with manager as value:
+            seen.append("native")
+            k = (h + 1).save() if isinstance(value, str) else 0
+    assert (seen, k) == (["native", "native"], 2)
+
+
+# Blocks as data.
+
+
+def test_pickled_block() -> None:
+    import pickle
+
+    from insitu.block import Saves
+
+    trace = Trace()
+    n = 2
+    with trace:
+        h = [i * n for i in range(3)].save()
+    block = trace.block
+    again = pickle.loads(pickle.dumps(block))
+    saves = Saves()
+    namespace = again.run({"n": 5}, saves, "elsewhere")
+    assert saves.collect(namespace, again.binds) == {"h": [0, 5, 10]}
+    assert (again.digest, again) == (block.digest, block)
+    assert (block.reads - {"range"}, block.binds) == ({"n"}, {"h"})
+    assert (again.filename, again.lineno, again.qualname) == (block.filename, block.lineno, block.qualname)
+    if sys.version_info >= (3, 11):
+        assert block.qualname == "test_pickled_block"
+    assert h == [0, 2, 4]
+
+
+def test_digests() -> None:
+    blocks = []
+    for _ in range(2):
+        trace = Trace()
+        with trace:
+            pass
+        blocks.append(trace.block)
+    trace = Trace()
+    with trace:
+        pass
+    assert blocks[0] is blocks[1]
+    assert trace.block != blocks[0]
+    assert trace.block.digest != blocks[0].digest
+    assert len({*blocks, trace.block}) == 2
+
+
+def test_long_chains() -> None:
+    lines = ["with Trace():", "    if n == -1: h = 0"]
+    lines += [f"    elif n == {i}: h = ({' + '.join(['1'] * 200)}).save()" for i in range(150)]
+    text = "\n".join(lines)
+    linecache.cache["<chains>"] = (len(text), None, text.splitlines(keepends=True), "<chains>")
+    namespace = {"Trace": Trace, "n": 149}
+    exec(compile(text, "<chains>", "exec"), namespace)
+    assert namespace["h"] == 200
+
+
+def test_annotations_are_not_evaluated() -> None:
+    with Trace():
+        h: NoSuchName = 1 .save()  # noqa: F821
+        k: NoSuchName  # noqa: F821
+        import dataclasses
+
+        @dataclasses.dataclass
+        class Point:
+            x: int = 1
+
+        p = Point().x.save()
+    assert (h, p) == (1, 1)
+
+
 # Layouts: `h` is 1 at the end of each.
 
 LAYOUTS = {

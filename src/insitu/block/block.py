@@ -7,7 +7,6 @@ import builtins
 import hashlib
 import sys
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -19,6 +18,7 @@ from .rewrite import rewritten
 from .saves import SAVE_NAME, Saves, current_saves
 from .source import compile_quietly, register
 from .supers import first_argument
+from .walk import clone
 
 __all__ = ["Block"]
 
@@ -67,7 +67,7 @@ class Block:
     @classmethod
     def of_with(cls, place: Place, filename: str, name: str, qualname: str, flags: int = 0) -> Block:
         """The block of a `with` item: the items after it and the body. Refuses what a block can't hold."""
-        node = deepcopy(place.node)
+        node = clone(place.node)
         body = node.body
         rest = node.items[place.item + 1 :]
         if rest:

@@ -43,11 +43,6 @@ class Mark(ast.NodeTransformer):
             self._give(target, node.value)
         return self.generic_visit(node)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        if node.value is not None:
-            self._give(node.target, node.value)
-        return self.generic_visit(node)
-
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
         self._give(node.target, node.value)
         return self.generic_visit(node)

@@ -36,7 +36,7 @@ class _Watched:
 
 
 _watched: dict[int, _Watched] = {}
-_armed: dict[int, BodySkipped] = {}  # by the id of a frame, which its `MonitoredSkip` keeps alive
+_armed: dict[int, MonitoredSkip] = {}  # by the id of the frame, which they keep alive
 
 
 def available() -> bool:
@@ -60,20 +60,24 @@ class MonitoredSkip:
     def __init__(self, frame: FrameType, first: int) -> None:
         self._frame = frame
         self._first = first
-        self._signal = BodySkipped()
+        self.signal = BodySkipped()
 
     def arm(self) -> None:
         """Have the body skipped."""
         _watch(self._frame.f_code, self._first)
-        _armed[id(self._frame)] = self._signal
+        _armed[id(self._frame)] = self
 
     def disarm(self, error: BaseException | None) -> bool:
         """Undo it; whether `error` is what left the body."""
         _armed.pop(id(self._frame), None)
-        ours = error is self._signal
-        self._signal.__traceback__ = None  # it leads to frames that lead to it
-        del self._frame, self._signal
+        ours = error is self.signal
+        self.signal.__traceback__ = None  # it leads to frames that lead to it
+        del self._frame, self.signal
         return ours
+
+    def is_for(self, frame: FrameType, offset: int) -> bool:
+        """Whether this is where the body is to be skipped."""
+        return frame is self._frame and offset == self._first
 
 
 def _watch(code: CodeType, first: int) -> None:
@@ -95,7 +99,8 @@ def _at_instruction(code: CodeType, offset: int) -> object:
         if known is not None:
             known.disabled.add(offset)
         return sys.monitoring.DISABLE
-    signal = _armed.pop(id(sys._getframe(1)), None)
-    if signal is not None:
-        raise signal
+    frame = sys._getframe(1)
+    skip = _armed.get(id(frame))
+    if skip is not None and skip.is_for(frame, offset):
+        raise skip.signal
     return None

@@ -1,7 +1,7 @@
 """Whether code looks like a source, where something has changed the tree between the two.
 
-pytest rewrites assertions, IPython compiles the statements of a cell one by one, other import hooks add checks of
-their own. All of them keep the lines, and the places of the names and constants that they leave alone.
+pytest rewrites assertions, IPython compiles the statements of a cell one by one, other import hooks add checks
+of their own. All of them keep the lines, and the places of the names and constants that they leave alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from .mangle import mangled
 
 __all__ = ["looks_like"]
 
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+
 
 def looks_like(place: Place, tree: ast.Module, code: CodeType) -> bool:
-    """Whether names, constants and lines of `code` agree with the `with` at `place` and with what is around it."""
+    """Whether names, constants and lines of `code` agree with the `with` at `place` and what is around it."""
     if place.scopes and code.co_name != place.scopes[-1].name:
         return False
     nodes = list(_own_nodes(place))
@@ -75,10 +77,10 @@ def _same_at_positions(nodes: list[ast.AST], class_name: str | None, code: CodeT
         if where not in expected:
             continue
         kind, value = expected[where]
-        if kind is ast.Constant and op.opname == "LOAD_CONST" and not same_constant(op.argval, value):
+        if kind is ast.Constant and op.opname in _CONSTANTS and not same_constant(op.argval, value):
             return False
         is_name = op.opname.startswith(("LOAD_", "STORE_", "DELETE_")) and isinstance(op.argval, str)
-        if kind is ast.Name and is_name and op.opname != "LOAD_CONST" and op.argval != value:
+        if kind is ast.Name and is_name and op.opname not in _CONSTANTS and op.argval != value:
             return False
     return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from .annotations import DropAnnotations
 from .mangle import Mangler, mangled
 from .marks import Mark, Unmark
 from .nonlocals import NonlocalToGlobal
@@ -27,6 +28,7 @@ def rewritten(body: Sequence[ast.stmt], class_name: str | None, first_argument: 
         module = Mangler(class_name).visit(module)
     module = SuperArguments(first_argument and mangled(first_argument, class_name)).visit(module)
     module = NonlocalToGlobal().visit(module)
+    module = DropAnnotations().visit(module)
     module = Unmark().visit(module)
     module = Mark().visit(module)
     first = module.body[0]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -18,6 +21,8 @@ from .target import Target
 from .verify import is_source_of
 
 __all__ = ["Site"]
+
+_FRAMES_FOR_TREES = 5000
 
 _FUNCTION_FORM = (
     "Use the function form, which needs no source: write the block as a function of the tracer "
@@ -84,8 +89,24 @@ def _captured(frame: FrameType) -> _Capture:
         known = _captures[key] = (weakref.ref(code, lambda _: _captures.pop(key, None)), {})
     capture = known[1].get(frame.f_lasti)
     if capture is None:
-        capture = known[1][frame.f_lasti] = _capture(frame)
+        with _room_to_recurse():
+            capture = known[1][frame.f_lasti] = _capture(frame)
     return capture
+
+
+_capturing = threading.RLock()  # the recursion limit and the filters of warnings are the whole process's
+
+
+@contextmanager
+def _room_to_recurse() -> Iterator[None]:
+    """Python parses longer chains of `elif` and `+` than its recursion limit lets Python code walk."""
+    with _capturing:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(limit + _FRAMES_FOR_TREES)
+        try:
+            yield
+        finally:
+            sys.setrecursionlimit(limit)
 
 
 def _capture(frame: FrameType) -> _Capture:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
-from copy import deepcopy
 from typing import Any
 
 from .mangle import Mangler, mangled
 from .names import binds, reads
 from .scope import Scope
 from .source import compile_quietly
+from .walk import clone
 
 __all__ = ["Target"]
 
@@ -24,7 +24,7 @@ class Target:
         self._name = mangled(target.id, class_name) if isinstance(target, ast.Name) else None
         if self._name is None:
             value = ast.Name(_VALUE, ast.Load())
-            statement = ast.copy_location(ast.Assign([deepcopy(target)], value), target)
+            statement = ast.copy_location(ast.Assign([clone(target)], value), target)
             tree = Mangler(class_name).visit(ast.fix_missing_locations(ast.Module([statement], [])))
             self._code = compile_quietly(tree, "<as target>")
             self._reads, self._binds = reads(self._code), binds(self._code)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
-__all__ = ["FUNCTIONS", "own_nodes"]
+__all__ = ["FUNCTIONS", "clone", "own_nodes"]
+
+NodeT = TypeVar("NodeT", bound=ast.AST)
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -19,3 +22,17 @@ def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             pending.extend(ast.iter_child_nodes(node))
+
+
+def clone(node: NodeT) -> NodeT:
+    """A copy of a tree. `deepcopy` would run out of stack on long chains of `elif` or `+`."""
+    copy = type(node)()
+    for name, value in vars(node).items():
+        setattr(copy, name, _clone_field(value))
+    return copy
+
+
+def _clone_field(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_clone_field(item) for item in value]
+    return clone(value) if isinstance(value, ast.AST) else value
