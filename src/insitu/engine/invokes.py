@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from insitu.block import Block, RequestError
+from insitu.block import Block, RequestError, user_traceback
 from insitu.block.flow import exposed
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def merged_error(results: Sequence[Result]) -> BaseException | None:
             return error
         if error is not None:
             error.invoke = index  # type: ignore[attr-defined]
+            error.__traceback__ = user_traceback(error)
             errors.append(error)
     if len(errors) < 2:
         return errors[0] if errors else None

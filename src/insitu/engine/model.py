@@ -103,10 +103,7 @@ class VLLM:
                 if self._closed:
                     raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
                 if self._engine is None:
-                    # vLLM takes seconds to import; a model that is only made does not pay for it.
-                    from insitu.engine.inprocess import InProcess
-
-                    self._engine = InProcess.launch(self._repo, self._engine_args)
+                    self._engine = _in_process().launch(self._repo, self._engine_args)
         return self._engine
 
     # -- running blocks -------------------------------------------------------------------
@@ -251,3 +248,15 @@ class VLLM:
             state = "closed" if self._closed else "not built yet: model.dispatch() or the first trace builds it"
             return f"VLLM({self._repo!r})  # engine {state}"
         return self._engine.outline.render()
+
+
+def _in_process() -> type[InProcess]:
+    # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
+    try:
+        from insitu.engine.inprocess import InProcess
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"running a model needs vLLM, and here `{error.name}` is missing: pip install 'insitu[cpu]' for the "
+            f"CPU build, 'insitu[cuda]' for NVIDIA GPUs"
+        ) from error
+    return InProcess

@@ -54,6 +54,6 @@ def session_for(what: str) -> Session:
     if session is None:
         raise OutsideTraceError(
             f"{what} exists only while the model runs: read it inside `with model.trace(prompt):` "
-            f"and keep it with `.save()`"
+            f"or `with tracer.invoke(prompt):` and keep it with `.save()`"
         )
     return session

@@ -1,0 +1,295 @@
+"""Blocks beside a plain torch module: who sees what, when, and what an edit reaches."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from insitu.block import NotReachedError, OutOfOrderError, SharedModuleError, WriteError
+from insitu.tree import LOGITS, RESULT, SAMPLES, session_for
+from tests.run.packed import VOCAB, WIDTH, Packed
+
+
+@pytest.fixture
+def packed() -> Packed:
+    return Packed()
+
+
+def rows(count: int, start: float = 1.0) -> torch.Tensor:
+    return torch.arange(count * WIDTH, dtype=torch.float32).reshape(count, WIDTH) + start
+
+
+def read(place):
+    return session_for(str(place)).read(place)
+
+
+def expected(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The model's arithmetic written out."""
+    mlp0 = hidden * 2
+    residual1 = hidden + mlp0
+    mlp1 = residual1 * 3
+    return {"mlp0": mlp0, "residual1": residual1, "mlp1": mlp1, "out": mlp1 + residual1}
+
+
+def test_values_are_the_request_s_own_rows_in_any_company(packed: Packed) -> None:
+    def block():
+        first = packed.nodes.layers[0].output
+        second = packed.nodes.layers[1].output
+        return first, second, read(LOGITS), read(SAMPLES)
+
+    inputs = [rows(n, start) for n, start in ((3, 1.0), (1, 50.0), (5, -7.0))]
+    runs = [packed.run(block), None, packed.run(block)]
+    packed.step(list(zip(inputs, runs, strict=True)))
+    for hidden, run in zip(inputs, runs, strict=True):
+        if run is None:
+            continue
+        (mlp0, residual0), (mlp1, residual1), logits, samples = run.returned
+        want = expected(hidden)
+        assert torch.equal(mlp0, want["mlp0"])
+        assert torch.equal(residual0, hidden)
+        assert torch.equal(mlp1, want["mlp1"])
+        assert torch.equal(residual1, want["residual1"])
+        assert logits.shape == (1, VOCAB)
+        assert torch.equal(logits, want["out"][-1:] @ packed.head)
+        assert samples.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_held_value_is_not_overwritten_by_a_later_layer(packed: Packed) -> None:
+    def block():
+        residual = packed.nodes.layers[0].output[1]
+        view = residual[-1]
+        packed.nodes.layers[1].output  # noqa: B018  (adds to the residual in place)
+        return residual, view
+
+    hidden = rows(2)
+    residual, view = packed.alone(hidden, block)
+    assert torch.equal(residual, hidden)
+    assert torch.equal(view, hidden[-1])
+    assert not residual.is_inference()
+
+
+def test_in_place_edits_and_replacements_reach_the_model_and_only_this_request(packed: Packed) -> None:
+    def in_place():
+        packed.nodes.layers[0].mlp.output[-1] = 0
+        return packed.nodes.layers[1].output
+
+    def replaced():
+        packed.nodes.layers[0].mlp.output = torch.ones(2, WIDTH, dtype=torch.float64)
+        return packed.nodes.layers[1].output
+
+    hidden = rows(2)
+    runs = [packed.run(in_place), packed.run(replaced), packed.run(lambda: packed.nodes.layers[1].output)]
+    packed.step([(hidden.clone(), run) for run in runs])
+    zeroed, ones, plain = [run.returned[1] for run in runs]
+    assert torch.equal(zeroed[0], hidden[0] * 3)
+    assert torch.equal(zeroed[1], hidden[1])
+    assert torch.equal(ones, hidden + 1)
+    assert torch.equal(plain, hidden * 3)
+
+
+def test_replacing_an_output_that_is_the_input_leaves_the_input_alone(packed: Packed) -> None:
+    seen = []
+
+    def block():
+        packed.nodes.layers[0].act.output = torch.zeros(2, WIDTH)
+        seen.append(packed.nodes.layers[0].output[0])
+
+    mlp_out = []
+    handle = packed.model.layers[0].act.register_forward_hook(lambda m, args, out: mlp_out.append(args[0].clone()))
+    packed.alone(rows(2), block)
+    handle.remove()
+    assert torch.equal(mlp_out[0], rows(2) * 2)
+    assert torch.equal(seen[0], torch.zeros(2, WIDTH))
+
+
+def test_a_late_write_changes_nothing(packed: Packed) -> None:
+    def block():
+        early = packed.nodes.layers[0].output[0]
+        packed.nodes.layers[1].mlp.input  # noqa: B018
+        early.zero_()
+        return packed.nodes.layers[1].output[1]
+
+    assert torch.equal(packed.alone(rows(2), block), rows(2) * 3)
+
+
+def test_inputs_and_their_replacement(packed: Packed) -> None:
+    def block():
+        args, kwargs = packed.nodes.layers[1].mlp.inputs
+        packed.nodes.layers[1].mlp.input = args[0] + 1
+        return args, kwargs, packed.nodes.layers[1].mlp.output
+
+    args, kwargs, output = packed.alone(rows(1), block)
+    assert kwargs == {}
+    assert torch.equal(args[0], rows(1) * 3)
+    assert torch.equal(output, (rows(1) * 3 + 1) * 3)
+
+
+def test_the_enclosing_module_s_output_can_follow(packed: Packed) -> None:
+    def block():
+        inner = packed.nodes.layers[1].mlp.output
+        return inner, packed.nodes.layers[1].output[0], packed.nodes.layers[1].output[0]
+
+    for _ in range(2):  # the first step learns the order, the second uses it
+        inner, outer, again = packed.alone(rows(1), block)
+        assert torch.equal(inner, outer)
+        assert again is outer
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_place_that_has_gone_by_is_an_error_at_the_read(packed: Packed, steps_before: int) -> None:
+    for _ in range(steps_before):
+        packed.alone(rows(1), lambda: packed.nodes.layers[1].output)
+
+    def block():
+        packed.nodes.layers[1].output  # noqa: B018
+        try:
+            packed.nodes.layers[0].output  # noqa: B018
+        except OutOfOrderError as error:
+            return str(error)
+
+    text = packed.alone(rows(1), block)
+    assert "`layers.0.output` has gone by" in text
+    assert "The block is at `layers.1.output`" in text
+
+
+@pytest.mark.parametrize(
+    ("then", "late"), [(LOGITS, "model.logits"), (SAMPLES, "model.samples"), (RESULT, "tracer.result")]
+)
+def test_modules_come_before_the_tail_of_a_step(packed: Packed, then, late: str) -> None:
+    def block():
+        read(then)
+        packed.nodes.layers[0].output  # noqa: B018
+
+    with pytest.raises(OutOfOrderError, match=r"layers\.0\.output") as caught:
+        packed.alone(rows(1), block)
+    assert late in str(caught.value)
+
+
+def test_a_module_that_is_never_called_is_named_when_the_forward_is_over(packed: Packed) -> None:
+    def block():
+        try:
+            packed.nodes.never.output  # noqa: B018
+        except NotReachedError as error:
+            return str(error), read(LOGITS)
+
+    text, logits = packed.alone(rows(1), block)
+    assert "`never.output` was not reached" in text
+    assert logits.shape == (1, VOCAB)
+
+
+def test_a_shared_module_is_served_under_the_path_asked_for(packed: Packed) -> None:
+    packed.alone(rows(1), lambda: packed.nodes.layers[0].output)
+    assert packed.interleaver.modules.is_shared("layers.0.act")
+    first = packed.alone(rows(1), lambda: packed.nodes.layers[0].act.output)
+    second = packed.alone(rows(1), lambda: packed.nodes.layers[1].act.output)
+    assert torch.equal(first, rows(1) * 2)
+    assert torch.equal(second, rows(1) * 9)
+
+
+def test_a_shared_module_whose_visits_can_t_be_told_apart_says_so(packed: Packed) -> None:
+    packed.model.layers[1].other = packed.model.layers[1].act
+    packed.interleaver = type(packed.interleaver)(packed.model, lambda hidden: hidden @ packed.head)
+    with pytest.raises(SharedModuleError, match=r"layers\.1\.act.*3 paths.*can.t be told apart"):
+        packed.alone(rows(1), lambda: packed.nodes.layers[1].act.output)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(3, WIDTH), r"takes shape \(2, 4\) torch.float32; got shape \(3, 4\)"),
+        (torch.zeros(2, WIDTH, dtype=torch.int64), r"takes a floating tensor"),
+        (0, r"got int 0"),
+        ((torch.zeros(2, WIDTH),), r"got tuple of 1"),
+    ],
+)
+def test_a_write_that_does_not_fit_says_what_was_wanted(packed: Packed, value, text: str) -> None:
+    def block():
+        packed.nodes.layers[0].mlp.output = value
+
+    with pytest.raises(WriteError, match=text) as caught:
+        packed.alone(rows(2), block)
+    assert "layers.0.mlp.output" in str(caught.value)
+
+
+def test_an_error_ends_its_own_run_and_no_other(packed: Packed) -> None:
+    def bad():
+        packed.nodes.layers[0].output  # noqa: B018
+        raise SystemExit("no")
+
+    def good():
+        return packed.nodes.layers[1].output[1]
+
+    runs = [packed.run(bad), packed.run(good)]
+    packed.step([(rows(1), runs[0]), (rows(2), runs[1])])
+    assert isinstance(runs[0].error, SystemExit)
+    assert runs[0].done
+    assert torch.equal(runs[1].returned, rows(2) * 3)
+
+
+def test_torch_state_of_a_block_stays_in_the_block(packed: Packed) -> None:
+    def block():
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad(), torch.device("meta"):
+            value = packed.nodes.layers[0].output[0]
+            inside = (torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.zeros(1).device.type)
+        return value, inside, torch.is_grad_enabled()
+
+    seen = []
+    hook = packed.model.layers[0].mlp.register_forward_hook(
+        lambda *_: seen.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.zeros(1).device.type))
+    )
+    value, inside, after = packed.alone(rows(1), block)
+    hook.remove()
+    assert seen == [(False, False, "cpu")]
+    assert inside == (True, True, "meta")
+    assert after is False
+    assert value.device.type == "cpu"
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_nothing_is_left_on_the_model(packed: Packed) -> None:
+    packed.alone(rows(1), lambda: packed.nodes.layers[0].output)
+    assert not [path for path, module in packed.model.named_modules() if "forward" in module.__dict__]
+
+    def block():
+        return packed.nodes.layers[0].output
+
+    run = packed.run(block)
+    packed.step([(rows(1), run)])
+    gone = weakref.ref(run)
+    packed.interleaver.rows = {}
+    del run
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_killed_run_runs_its_finally(packed: Packed) -> None:
+    seen = []
+
+    def block():
+        try:
+            read(RESULT)
+        finally:
+            seen.append("finally")
+
+    run = packed.run(block)
+    packed.step([(rows(1), run)])
+    assert run.waiting == RESULT
+    run.kill()
+    assert seen == ["finally"]
+    assert run.done
+    assert run.error is None
+
+
+def test_calling_a_module_computes_and_fires_nothing(packed: Packed) -> None:
+    def block():
+        value = packed.nodes.layers[0].mlp(torch.ones(1, WIDTH))
+        value += 1
+        return value, packed.nodes.layers[0].mlp.output, session_for("").unembed(torch.ones(1, WIDTH))
+
+    called, served, logits = packed.alone(rows(1), block)
+    assert torch.equal(called, torch.full((1, WIDTH), 3.0))
+    assert torch.equal(served, rows(1) * 2)
+    assert torch.allclose(logits, torch.ones(1, WIDTH) @ packed.head)
