@@ -10,6 +10,7 @@ help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv with everything in it (once; again when pyproject.toml changes)
+	@:
 
 $(STAMP): pyproject.toml tools/setup_venv.py
 	@py=; for c in python3.11 python3; do \
@@ -39,8 +40,8 @@ docs-output: setup  ## run the pages' code again and write down what it prints
 	@$(BIN)/python tools/update_docs_output.py
 
 lint: setup  ## ruff and pyright
-	@$(BIN)/ruff check src tests tools
-	@$(BIN)/ruff format --check --quiet src tests tools
+	@$(BIN)/ruff check src tests tools benchmarks
+	@$(BIN)/ruff format --check --quiet src tests tools benchmarks
 	@$(BIN)/pyright --warnings
 
 clean:  ## remove what was built, .venv included
