@@ -131,6 +131,8 @@ class InProcess:
 def _request(prepared: Prepared, job: Job) -> Request:
     params = prepared.params.clone()
     params.extra_args = {**(params.extra_args or {}), **tagged(job.id)}
-    # A salt of its own: the block sees all its rows computed, and what it edits is served to nobody else.
+    # All rows are computed, also those that another sequence of the same request has just left in the
+    # cache; and under a salt of its own, what the block edits is served to nobody else.
+    params.skip_reading_prefix_cache = True
     salt = "-".join(filter(None, (prepared.prompt.get("cache_salt"), job.id)))
     return Request(job.id, {**prepared.prompt, "cache_salt": salt}, params, prepared.lora)
