@@ -90,7 +90,7 @@ class Walkthrough:
     def write(self) -> None:
         model = self.model
         layers = len(model.resid_post)
-        width, after, answer = 0, self.before, " Paris"
+        first, width, after, answer = 0, 0, self.before, " Paris"
         while answer == " Paris" and width < layers:
             width += 2
             first = (layers - width) // 2
@@ -114,8 +114,8 @@ class Walkthrough:
         with model.trace(temperature=0.0, max_tokens=4) as tracer:
             for prompt in PROMPTS:
                 with tracer.invoke(prompt):
-                    hidden = model.resid_post[6].save()
-                    answer = tracer.result.save()
+                    hidden: Any = model.resid_post[6].save()
+                    answer: Any = tracer.result.save()
         table = Table("prompt", "hidden, after layer 6", "answer", box=None)
         for prompt, rows, result in zip(PROMPTS, hidden, answer, strict=True):
             table.add_row(repr(prompt), str(tuple(rows.shape)), repr(result.outputs[0].text))

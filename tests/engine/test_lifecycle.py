@@ -52,20 +52,17 @@ def test_in_flight_counts_running_traces_only(llama: Any) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_in_one_block_reaches_the_caller_and_no_other_request(
-    llama: Any, error: BaseException
-) -> None:
+def test_an_error_in_one_block_reaches_the_caller_and_no_other_request(llama: Any, error: BaseException) -> None:
     texts = [plain(llama, prompt) for prompt in ("one two", "hello there", "a b c", "the end")]
-    with pytest.raises(type(error)) as caught:
-        with llama.trace(**GREEDY) as tracer:
-            results = [None] * 4
-            results.save()
-            for i, prompt in enumerate(("one two", "hello there", "a b c", "the end")):
-                with tracer.invoke(prompt):
-                    llama.model.layers[1].output  # noqa: B018
-                    if i == 2:
-                        raise error
-                    results[i] = tracer.result
+    with pytest.raises(type(error)) as caught, llama.trace(**GREEDY) as tracer:
+        results = [None] * 4
+        results.save()
+        for i, prompt in enumerate(("one two", "hello there", "a b c", "the end")):
+            with tracer.invoke(prompt):
+                llama.model.layers[1].output
+                if i == 2:
+                    raise error
+                results[i] = tracer.result
     if isinstance(error, KeyboardInterrupt):
         return  # the user wants everything to stop
     assert caught.value.invoke == 2
@@ -77,10 +74,9 @@ def test_the_traceback_shows_the_user_s_lines_only(llama: Any) -> None:
     def helper(value):
         return value[99]
 
-    with pytest.raises(IndexError) as caught:
-        with llama.trace("hello there", **GREEDY):
-            hidden = llama.model.layers[1].output[0]
-            helper(hidden)
+    with pytest.raises(IndexError) as caught, llama.trace("hello there", **GREEDY):
+        hidden = llama.model.layers[1].output[0]
+        helper(hidden)
     lines = [entry.name for entry in caught.traceback]
     files = {os.path.basename(str(entry.path)) for entry in caught.traceback}
     assert files == {"test_lifecycle.py"}
@@ -91,10 +87,9 @@ def test_the_traceback_shows_the_user_s_lines_only(llama: Any) -> None:
 
 def test_values_saved_before_an_error_are_bound(llama: Any) -> None:
     early = None
-    with pytest.raises(ZeroDivisionError):
-        with llama.trace("hello there", **GREEDY):
-            early = llama.model.layers[0].output[0].save()
-            1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), llama.trace("hello there", **GREEDY):
+        early = llama.model.layers[0].output[0].save()
+        1 / 0
     assert early is not None
     assert early.shape[1] == 128
 
@@ -103,7 +98,7 @@ def test_a_failed_request_ends_early(llama: Any) -> None:
     before = llama.stats()
     with pytest.raises(ZeroDivisionError):
         with llama.trace("hello there", temperature=0.0, max_tokens=100, ignore_eos=True):
-            1 / 0  # noqa: B018
+            1 / 0
     after = llama.stats()
     assert after.eager_steps + after.plain_steps - before.eager_steps - before.plain_steps == 1
 
@@ -115,7 +110,7 @@ def test_ctrl_c_between_steps_aborts_and_the_engine_lives(llama: Any) -> None:
         with llama.trace(temperature=0.0, max_tokens=200, ignore_eos=True) as tracer:
             for _ in range(64):
                 with tracer.invoke("hello there"):
-                    tracer.result  # noqa: B018
+                    tracer.result
     assert llama.in_flight() == 0
     assert plain(llama, "hello there") == text
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -123,10 +118,9 @@ def test_ctrl_c_between_steps_aborts_and_the_engine_lives(llama: Any) -> None:
 
 def test_ctrl_c_stops_a_block_that_never_ends(llama: Any) -> None:
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        with llama.trace("hello there", **GREEDY):
-            while True:
-                pass
+    with pytest.raises(KeyboardInterrupt), llama.trace("hello there", **GREEDY):
+        while True:
+            pass
 
 
 def test_a_request_aborted_by_someone_else_is_an_error(llama: Any) -> None:
@@ -134,7 +128,7 @@ def test_a_request_aborted_by_someone_else_is_an_error(llama: Any) -> None:
     with pytest.raises(insitu.RequestError, match="aborted"):
         with llama.trace("hello there", temperature=0.0, max_tokens=50):
             engine.abort_request(list(engine.output_processor.request_states), True)
-            llama.logits  # noqa: B018
+            llama.logits
 
 
 def test_requests_that_know_nothing_of_insitu_run_beside_and_are_not_lost(llama: Any) -> None:

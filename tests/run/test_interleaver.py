@@ -61,7 +61,7 @@ def test_a_held_value_is_not_overwritten_by_a_later_layer(packed: Packed) -> Non
     def block():
         residual = packed.nodes.layers[0].output[1]
         view = residual[-1]
-        packed.nodes.layers[1].output  # noqa: B018  (adds to the residual in place)
+        packed.nodes.layers[1].output  # adds to the residual in place
         return residual, view
 
     hidden = rows(2)
@@ -108,7 +108,7 @@ def test_replacing_an_output_that_is_the_input_leaves_the_input_alone(packed: Pa
 def test_a_late_write_changes_nothing(packed: Packed) -> None:
     def block():
         early = packed.nodes.layers[0].output[0]
-        packed.nodes.layers[1].mlp.input  # noqa: B018
+        packed.nodes.layers[1].mlp.input
         early.zero_()
         return packed.nodes.layers[1].output[1]
 
@@ -144,9 +144,9 @@ def test_a_place_that_has_gone_by_is_an_error_at_the_read(packed: Packed, steps_
         packed.alone(rows(1), lambda: packed.nodes.layers[1].output)
 
     def block():
-        packed.nodes.layers[1].output  # noqa: B018
+        packed.nodes.layers[1].output
         try:
-            packed.nodes.layers[0].output  # noqa: B018
+            packed.nodes.layers[0].output
         except OutOfOrderError as error:
             return str(error)
 
@@ -161,7 +161,7 @@ def test_a_place_that_has_gone_by_is_an_error_at_the_read(packed: Packed, steps_
 def test_modules_come_before_the_tail_of_a_step(packed: Packed, then, late: str) -> None:
     def block():
         read(then)
-        packed.nodes.layers[0].output  # noqa: B018
+        packed.nodes.layers[0].output
 
     with pytest.raises(OutOfOrderError, match=r"layers\.0\.output") as caught:
         packed.alone(rows(1), block)
@@ -171,7 +171,7 @@ def test_modules_come_before_the_tail_of_a_step(packed: Packed, then, late: str)
 def test_a_module_that_is_never_called_is_named_when_the_forward_is_over(packed: Packed) -> None:
     def block():
         try:
-            packed.nodes.never.output  # noqa: B018
+            packed.nodes.never.output
         except NotReachedError as error:
             return str(error), read(LOGITS)
 
@@ -216,7 +216,7 @@ def test_a_write_that_does_not_fit_says_what_was_wanted(packed: Packed, value, t
 
 def test_an_error_ends_its_own_run_and_no_other(packed: Packed) -> None:
     def bad():
-        packed.nodes.layers[0].output  # noqa: B018
+        packed.nodes.layers[0].output
         raise SystemExit("no")
 
     def good():

@@ -44,7 +44,12 @@ def test_without_an_outline_any_path_can_be_named(root: Node) -> None:
 
 @pytest.mark.parametrize(
     ("path", "nearest"),
-    [("model.layer", "model.layers"), ("model.layers.7", "model.layers."), ("modle", "model"), ("model.nrom", "model.norm")],
+    [
+        ("model.layer", "model.layers"),
+        ("model.layers.7", "model.layers."),
+        ("modle", "model"),
+        ("model.nrom", "model.norm"),
+    ],
 )
 def test_an_unknown_module_names_the_nearest(root: Node, path: str, nearest: str) -> None:
     with pytest.raises(UnknownModuleError, match=rf"no module `{path}`; the nearest is `{nearest}"):
@@ -53,7 +58,7 @@ def test_an_unknown_module_names_the_nearest(root: Node, path: str, nearest: str
 
 def test_places_are_read_only_in_a_block(root: Node) -> None:
     with pytest.raises(OutsideTraceError, match=r"`model\.norm\.output` exists only while the model runs"):
-        root.model.norm.output  # noqa: B018
+        root.model.norm.output
     with pytest.raises(OutsideTraceError, match=r"calling `lm_head`"):
         root.lm_head(1)
 

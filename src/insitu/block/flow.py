@@ -43,13 +43,14 @@ def exposed(code: CodeType) -> frozenset[str]:
             found.add(op.argval)
         elif op.opname in _STORES:
             bound |= {op.argval}
-        elif isinstance(op.argval, CodeType):
-            found |= reads(op.argval) - bound
+        inner: object = op.argval
+        if isinstance(inner, CodeType):
+            found |= reads(inner) - bound
         if op.opname in _DELETES:
             bound -= {op.argval}
         if op.opcode in dis.hasjrel or op.opcode in dis.hasjabs:
             meet(op.argval, bound)
-        if op.opname in _ENDS or "JUMP_BACKWARD" in op.opname and "IF" not in op.opname:
+        if op.opname in _ENDS or ("JUMP_BACKWARD" in op.opname and "IF" not in op.opname):
             bound = None
     return frozenset(found)
 

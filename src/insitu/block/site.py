@@ -67,14 +67,19 @@ class Site:
         """
         ours = self._skip.disarm(exc)
         value, self._value = self._value, None
-        if ours and self._target is not None:
-            self._target.bind(self.scope, value)
+        if ours:
+            self.bind_target(value)
         if not ours and exc is None:
             raise SourceError(
                 f"the body of the `with` at {self.block.filename}:{self.block.lineno} could not be kept from "
                 f"running in the caller. {_FUNCTION_FORM}"
             )
         return ours
+
+    def bind_target(self, value: Any) -> None:
+        """Give the `as` target, if there is one, a value."""
+        if self._target is not None:
+            self._target.bind(self.scope, value)
 
 
 # A code object is compiled once for every version of its source, so what is found for it stays right.

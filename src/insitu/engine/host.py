@@ -77,7 +77,7 @@ class Host:
         if job not in self.jobs:
             return
         execution = self.jobs[job].execution()
-        live = _Live(BlockRun(execution, self.interleaver), execution, request)
+        live = _Live(BlockRun(execution, self.interleaver, self.jobs[job].length), execution, request)
         self._live[request] = live
         self._by_job.setdefault(job, []).append(live)
         if computed or scheduled != prompt:
@@ -104,9 +104,9 @@ class Host:
         return {request: self._live[request].run for request in requests if request in self._live}
 
     def ended(self, requests: Iterable[str]) -> frozenset[str]:
-        """Of these requests, those whose block failed: they need not go on."""
-        return frozenset(
-            request
-            for request in requests
-            if (live := self._live.get(request)) and live.run.done and live.run.error is not None
-        )
+        """Of these requests, those that end here: their block failed, or called ``tracer.stop()``."""
+        return frozenset(request for request in requests if (live := self._live.get(request)) and _over(live.run))
+
+
+def _over(run: BlockRun) -> bool:
+    return run.stopping or (run.done and run.error is not None)

@@ -15,7 +15,7 @@ from insitu.engine.job import Job, tagged
 from insitu.engine.launch import launch
 from insitu.engine.loop import EngineLoop, Request
 from insitu.engine.prompts import Limits, as_prompt
-from insitu.engine.sampling import check_sampling, sampling_params
+from insitu.engine.sampling import certain_length, check_sampling, sampling_params
 from insitu.run import Outcome, ordinary
 from insitu.tree import Outline
 
@@ -50,7 +50,8 @@ class Result:
 
     def bound(self, name: str) -> dict[str, Any]:
         """The name with what the block bound to it, saved or not, if it was asked to export it."""
-        return {name: one.bound[name] for one in self.outcomes[:1] if name in one.bound}
+        bound = self.outcomes[0].bound if self.outcomes else {}
+        return {name: bound[name]} if name in bound else {}
 
     @property
     def returned(self) -> Any:
@@ -103,6 +104,8 @@ class InProcess:
         def finished(job: str, output: Any) -> None:
             results[job] = Result(self._rpc("insitu_collect", {job: output})[job], output)
 
+        for prepared, job in work:
+            job.length = certain_length(prepared.params)
         self._rpc("insitu_submit", [job for _, job in work])
         try:
             self._loop.run([_request(prepared, job) for prepared, job in work], finished)

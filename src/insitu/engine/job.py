@@ -31,6 +31,8 @@ class Job:
     module_name: str = "__main__"
     tracer: Any = None
     exports: frozenset[str] = frozenset()
+    length: int | None = None
+    """Steps that the request is certain to have."""
 
     def execution(self) -> Execution:
         if isinstance(self.block, FunctionBlock):

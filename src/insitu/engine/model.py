@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from insitu.engine.trace import Trace
-
 from insitu.block import ArgumentError, EngineError
 from insitu.block.tracebacks import set_traceback, user_traceback
 from insitu.engine.prompts import are_several
+from insitu.engine.trace import Trace
 from insitu.tree import LOGITS, SAMPLES, LayerStream, Node, session_for
 
 if TYPE_CHECKING:
@@ -38,7 +37,13 @@ class VLLM:
     """
 
     def __init__(
-        self, repo: str, *, dispatch: bool = False, mode: str = "sync", taps: Sequence[str] = (), **engine_args: Any
+        self,
+        repo: str,
+        *,
+        dispatch: bool = False,
+        mode: str = "sync",
+        taps: Sequence[str] = (),
+        **engine_args: Any,
     ) -> None:
         if mode != "sync":
             raise ArgumentError(f"mode={mode!r}: this version runs mode='sync' only")

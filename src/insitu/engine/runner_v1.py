@@ -108,9 +108,7 @@ class V1Adapter:
     def _request_rows(self) -> dict[BlockRun, Rows]:
         order = self._runner.input_batch.req_ids
         return {
-            self._runs[request]: Rows(i, i + 1, len(order))
-            for i, request in enumerate(order)
-            if request in self._runs
+            self._runs[request]: Rows(i, i + 1, len(order)) for i, request in enumerate(order) if request in self._runs
         }
 
 

@@ -14,9 +14,7 @@ from insitu.engine.names import require_known
 # Fields that vLLM fills in by itself, or that insitu sets.
 _INTERNAL = {"output_kind", "skip_clone"}
 _KNOWN = {
-    name
-    for name in inspect.signature(SamplingParams).parameters
-    if not name.startswith("_") and name not in _INTERNAL
+    name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_") and name not in _INTERNAL
 }
 _OURS = {"max_new_tokens", "lora_request"}
 
@@ -34,3 +32,10 @@ def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
     if "max_new_tokens" in settings:
         fields["max_tokens"] = settings["max_new_tokens"]
     return SamplingParams(**fields)
+
+
+def certain_length(params: SamplingParams) -> int | None:
+    """How many tokens a request will have, if nothing but ``max_tokens`` can end it."""
+    if params.max_tokens is None or params.min_tokens == params.max_tokens:
+        return params.max_tokens
+    return params.max_tokens if params.ignore_eos and not params.stop and not params.stop_token_ids else None

@@ -61,7 +61,7 @@ class TracedScheduler(Scheduler):
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
     ) -> tuple[list[int], bool]:
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        if not stopped and request.request_id in self._ended:
+        if request.request_id in self._ended:
             request.status = RequestStatus.FINISHED_STOPPED
             stopped = True
         return new_token_ids, stopped

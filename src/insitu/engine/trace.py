@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from insitu.block import ArgumentError, Block, CapturedBody, FunctionBlock, Saves, Site, UnsavedWarning
 from insitu.engine.invokes import Invocation, merged_error, merged_saves, waves
 from insitu.engine.job import Job
+from insitu.engine.steps import StepLoop, Steps
 from insitu.tree import RESULT, current, session_for
 
 if TYPE_CHECKING:
@@ -43,6 +44,30 @@ class Trace(CapturedBody):
     def result(self) -> Any:
         """The finished ``vllm.RequestOutput``. Served last: nothing can be read after it."""
         return session_for("`tracer.result`").read(RESULT)
+
+    @property
+    def iter(self) -> Steps:
+        """Loops over steps of generation; step 0 is the prefill::
+
+            for step in tracer.iter[:]:     # every step, until the request ends
+            for step in tracer.iter[1:4]:   # or some of them; also [2], [[0, 3]]
+            with tracer.iter[:] as step:    # the same as a with statement
+
+        Reading a place in the body reads that step's.
+        """
+        return Steps()
+
+    def all(self) -> StepLoop:
+        """Every step of generation: ``tracer.iter[:]``."""
+        return self.iter[:]
+
+    def next(self) -> None:
+        """Moves the block on to the next step."""
+        session_for("`tracer.next()`").move_on()
+
+    def stop(self) -> None:
+        """Makes this step the request's last: its token is drawn, and ``finish_reason`` is ``"stop"``."""
+        session_for("`tracer.stop()`").stop()
 
     def invoke(self, prompt: Any, **sampling: Any) -> Invoke:
         """One prompt of a trace that has none itself; its body is that request's block.
@@ -104,9 +129,7 @@ class Trace(CapturedBody):
                 one.result = self._engine.refused(hindrance)
             else:
                 ready.append(one)
-        jobs = [
-            Job(_new_id(), one.block, one.given, one.module_name, exports=frozenset(one.exports)) for one in ready
-        ]
+        jobs = [Job(_new_id(), one.block, one.given, one.module_name, exports=frozenset(one.exports)) for one in ready]
         results = self._engine.run([(one.prepared, job) for one, job in zip(ready, jobs, strict=True)])
         for one, result in zip(ready, results, strict=True):
             one.result = result
@@ -148,9 +171,7 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _warn_of_unsaved(
-    site: Site, given: Mapping[str, Any], values: Mapping[str, Any], saved: Mapping[str, Any]
-) -> None:
+def _warn_of_unsaved(site: Site, given: Mapping[str, Any], values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     block: Block = site.block
     for name in site.scope.changed_unsaved(given, values, saved):
         warnings.warn_explicit(

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from insitu.block import save
 from insitu.engine.model import VLLM
 
 
@@ -45,7 +46,7 @@ def logit_lens(model: VLLM, prompt: Any, *, top: int = 5) -> LogitLens:
     The stream goes through the model's own last norm and unembedding.
     """
     with model.trace(prompt, temperature=0.0, max_tokens=1) as tracer:
-        found = [].save()
+        found: list[Any] = save([])
         for stream in model.resid_post:
             logits = model.unembed(model.apply_final_norm(stream)).float()
             found.append(logits.softmax(-1).topk(top))

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from insitu.block import OutOfOrderError
 from insitu.run import traps
 from insitu.run.anatomy import Anatomy
 from insitu.run.derived import Derived
 from insitu.run.served import Rows, Served
 from insitu.run.torch_state import TorchState
-from insitu.tree import Place, current
+from insitu.tree import STEP, Place, current
 
 
 class Model(Protocol):
@@ -41,7 +42,8 @@ class BlockRun:
     ``Session`` of its nodes and tracer.
     """
 
-    def __init__(self, program: Callable[[], Any], model: Model) -> None:
+    def __init__(self, program: Callable[[], Any], model: Model, length: int | None = None) -> None:
+        self.length = length
         self._program = program
         self._model = model
         self._state = TorchState()
@@ -52,6 +54,8 @@ class BlockRun:
         self.waiting: Place | None = None
         self.position = 0
         self.steps = 0
+        self.step = 0
+        self.stopping = False
         self.started = False
         self.done = False
         self.returned: Any = None
@@ -100,6 +104,15 @@ class BlockRun:
         else:
             self.waiting = place
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the block reads the step that the forward is in, and not a later one."""
+        return self.step == self.steps - 1
+
+    @property
+    def seen(self) -> int:
+        return self.steps
+
     # -- the block's side -----------------------------------------------------------------
 
     def _main(self, *_: Any) -> None:
@@ -117,6 +130,20 @@ class BlockRun:
 
     def write(self, place: Place, value: Any) -> None:
         self._arrive(place).replace(value)
+
+    def go_to(self, step: int) -> bool:
+        if step < self.step or (step == self.step and self.at is not None):
+            raise OutOfOrderError(f"step {step} has gone by: the block is in step {self.step}")
+        self._settle()
+        self.step, self.at, self.position, self._served = step, None, 0, None
+        return self.in_step or traps.wait(STEP).value
+
+    def move_on(self) -> None:
+        self._settle()
+        self.step, self.at, self.position, self._served = self.step + 1, None, 0, None
+
+    def stop(self) -> None:
+        self.stopping = True
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._model.call(path, args, kwargs)
@@ -147,11 +174,11 @@ class BlockRun:
         self._derived.clear()
 
     def _arrive(self, place: Place) -> Served:
-        if place != self.at or self._served is None:
+        served = self._served
+        if place != self.at or served is None:
             self._settle()
             self._model.check(self, place)
             self._served = None
-            self._served = traps.wait(place)
+            served = self._served = traps.wait(place)
             self.at, self.position = place, self._model.position(place)
-        return self._served
-
+        return served

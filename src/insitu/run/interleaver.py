@@ -18,7 +18,7 @@ from insitu.run.block_run import BlockRun
 from insitu.run.modules import ModuleTable
 from insitu.run.order import VisitOrder
 from insitu.run.served import Rows, Served, map_tensors, storages
-from insitu.tree import LOGITS, RESULT, SAMPLES, Place
+from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Place
 
 RowsOf = Mapping[BlockRun, Rows]
 
@@ -53,6 +53,8 @@ class Interleaver:
             run.steps += 1
             if not run.started and not run.done:
                 run.start()
+            elif run.waiting == STEP and run.in_step:
+                run.show(True, _NO_ROWS, str(STEP))
             self._park(run)
         return any(place.in_forward for place in self._waiting)
 
@@ -98,19 +100,22 @@ class Interleaver:
         """The request is over: serves its result, and ends the block's waiting."""
         while run.waiting is not None:
             if run.waiting == RESULT:
-                run.show(result, Rows(0, 0, 0), str(RESULT))
+                run.show(result, _NO_ROWS, str(RESULT))
+            elif run.waiting == STEP:
+                run.show(False, _NO_ROWS, str(STEP))
             else:
-                run.throw(
-                    NotReachedError(f"`{run.waiting}` was not reached: the request ended after {_steps(run)}")
-                )
+                place = f"`{run.waiting}` of step {run.step}"
+                run.throw(NotReachedError(f"{place} was not reached: the request ended after {count_steps(run)}"))
 
     # -- what blocks ask ------------------------------------------------------------------
 
     def check(self, run: BlockRun, place: Place) -> None:
         if run.at == RESULT:
             raise OutOfOrderError(f"`{place}` can't be read after `tracer.result`, which comes last")
+        if not run.in_step:
+            return
         if place in (RESULT, SAMPLES, LOGITS):
-            late = _TAIL.index(place) <= _TAIL.index(run.at) if run.at in _TAIL else False
+            late = run.at is not None and run.at in _TAIL and _TAIL.index(place) <= _TAIL.index(run.at)
         else:
             late = run.at in _TAIL or 0 < self.order.position(place) <= run.position
         if late or (not self.order.complete and place in self.order and self._open):
@@ -142,7 +147,7 @@ class Interleaver:
 
     def _park(self, run: BlockRun) -> None:
         place = run.waiting
-        if place is None or place == RESULT:
+        if place in (None, STEP, RESULT) or not run.in_step:
             return
         self._waiting.setdefault(place, []).append(run)
         if self._open:
@@ -214,7 +219,8 @@ class Interleaver:
 
 
 _TAIL = [LOGITS, SAMPLES, RESULT]
+_NO_ROWS = Rows(0, 0, 0)
 
 
-def _steps(run: BlockRun) -> str:
+def count_steps(run: BlockRun) -> str:
     return f"{run.steps} step{'' if run.steps == 1 else 's'}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from greenlet import getcurrent
 
+from insitu.run.served import Served
 from insitu.tree import Place
 
 
-def wait(place: Place) -> Any:
+def wait(place: Place) -> Served:
     """Suspends the running block until ``place`` is served; returns what is served there.
 
     Raises, on the block's own line, what the other side throws instead.

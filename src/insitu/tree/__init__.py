@@ -8,6 +8,7 @@ from insitu.tree.outline import join as join
 from insitu.tree.place import LOGITS as LOGITS
 from insitu.tree.place import RESULT as RESULT
 from insitu.tree.place import SAMPLES as SAMPLES
+from insitu.tree.place import STEP as STEP
 from insitu.tree.place import Place as Place
 from insitu.tree.session import Session as Session
 from insitu.tree.session import current as current

@@ -10,7 +10,7 @@ from insitu.tree.outline import Outline, join
 from insitu.tree.place import Place
 from insitu.tree.session import session_for
 
-_ACCESSORS = ("output", "input", "inputs", "get")
+_ACCESSORS = ("output", "input", "inputs", "next", "get")
 
 
 class Node:
@@ -73,6 +73,11 @@ class Node:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Applies the real module to values of the block; fires no places."""
         return session_for(f"calling `{self._path}`").call(self._path, args, kwargs)
+
+    def next(self) -> Node:
+        """Moves the block on to the next step; returns this module, so that its places can follow."""
+        session_for(self._named("next()")).move_on()
+        return self
 
     # -- the tree -------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ class Place(NamedTuple):
     """One point of a step: a module's entry or exit, the logits, the sampled ids, the result.
 
     ``site`` is ``"input"`` or ``"output"`` for a module, and for the places that belong to the
-    whole model (``path`` is then empty) one of ``"logits"``, ``"samples"``, ``"result"``.
+    whole model (``path`` is then empty) one of ``"step"`` (its beginning), ``"logits"``,
+    ``"samples"``, ``"result"``.
     """
 
     path: str
@@ -26,6 +27,7 @@ class Place(NamedTuple):
         return self.site in ("input", "output")
 
 
+STEP = Place("", "step")
 LOGITS = Place("", "logits")
 SAMPLES = Place("", "samples")
 RESULT = Place("", "result")

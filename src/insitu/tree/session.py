@@ -24,6 +24,29 @@ class Session(Protocol):
         """Replaces what the model goes on with at ``place``, for this request alone."""
         ...
 
+    step: int
+    """The step whose places the block reads; 0 is the prefill."""
+
+    def go_to(self, step: int) -> bool:
+        """Waits until ``step`` begins; False if the request ends before."""
+        ...
+
+    def move_on(self) -> None:
+        """From here on the block reads the places of the next step."""
+        ...
+
+    def stop(self) -> None:
+        """Makes this step the request's last."""
+        ...
+
+    @property
+    def seen(self) -> int:
+        """How many steps of the request have begun."""
+        ...
+
+    length: int | None
+    """How many steps the request will have, if that is certain."""
+
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies the module at ``path`` to values of the block."""
         ...
