@@ -36,9 +36,7 @@ def interpreter(version: tuple[int, int]) -> str | None:
         program = folder / name
         if not program.exists():
             continue
-        answer = subprocess.run(
-            [program, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True
-        )
+        answer = subprocess.run([program, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True)
         if answer.returncode == 0 and answer.stdout.decode().strip() == str(version):
             return str(program)
     return None

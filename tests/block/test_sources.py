@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from insitu.block import SourceError
 
 from .test_portable import HERE, load
@@ -69,7 +70,7 @@ def test_pytest_rewritten_code() -> None:
 
 
 def test_failing_assertion_of_rewritten_code() -> None:
-    with pytest.raises(AssertionError) as caught:  # noqa: SIM117
+    with pytest.raises(AssertionError) as caught:
         with Trace():
             h = 1
             assert h == 2, "not two"
@@ -224,7 +225,9 @@ def test_ipython_run_and_timeit(ipython: Any, tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     ipython.run_cell(f"%run {script}").raise_error()
     assert ipython.user_ns["g"] == 7
-    ipython.run_cell("def f(x):\n    with Trace():\n        h = (x + 1).save()\n    return h\n%timeit -n1 -r1 f(1)").raise_error()
+    ipython.run_cell(
+        "def f(x):\n    with Trace():\n        h = (x + 1).save()\n    return h\n%timeit -n1 -r1 f(1)"
+    ).raise_error()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="the interpreter keeps no source")
@@ -300,7 +303,7 @@ def test_deep_in_statements() -> None:
         match kind:
             case "a":
                 with Trace():
-                    h = 1 .save()
+                    h = (1).save()
             case "b":
                 try:
                     raise KeyError
@@ -310,7 +313,7 @@ def test_deep_in_statements() -> None:
             case _:
                 while True:
                     with Trace():
-                        h = 3 .save()
+                        h = (3).save()
                     break
         out.append(h)
     assert out == [1, "KeyError()", 3]
@@ -320,7 +323,7 @@ def test_deep_in_statements() -> None:
 
 
 def test_source_that_is_nowhere() -> None:
-    code = compile("with Trace():\n    h = {} .save()\n".format(1), "<nowhere>", "exec")  # a text nobody holds
+    code = compile(f"with Trace():\n    h = {1} .save()\n", "<nowhere>", "exec")  # a text nobody holds
     with pytest.raises(SourceError) as caught:
         exec(code, {"Trace": Trace})
     assert str(caught.value) == (

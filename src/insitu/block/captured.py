@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any
 
+from .errors import InsituError
 from .site import Site
-from .tracebacks import set_traceback, user_traceback
+from .tracebacks import set_traceback, shows_library, user_traceback
 
 __all__ = ["CapturedBody"]
 
@@ -33,7 +34,12 @@ class CapturedBody(ABC):
         """
 
     def __enter__(self) -> Any:
-        site = Site.here()
+        try:
+            site = Site.here()
+        except InsituError as error:
+            # Nothing of the user's own has run yet: the line of the `with` says it all.
+            set_traceback(error, error.__traceback__ if shows_library() else None, error.__context__)
+            raise
         value = self.target()
         if self._sites is None:
             self._sites = []
@@ -43,7 +49,7 @@ class CapturedBody(ABC):
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> bool:
+    ) -> bool | None:
         assert self._sites
         site = self._sites.pop()
         if not site.left(exc_type, exc):

@@ -63,9 +63,7 @@ class Mark(ast.NodeTransformer):
             self._give(target, value.value)
         elif isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (ast.Tuple, ast.List)):
             parts = [*target.elts, *value.elts]
-            if len(target.elts) == len(value.elts) and not any(
-                isinstance(part, ast.Starred) for part in parts
-            ):
+            if len(target.elts) == len(value.elts) and not any(isinstance(part, ast.Starred) for part in parts):
                 for inner_target, inner_value in zip(target.elts, value.elts, strict=True):
                     self._give(inner_target, inner_value)
         elif isinstance(target, ast.Name) and _is_save(value) and self._is_of_block(target.id):
@@ -76,9 +74,7 @@ class Mark(ast.NodeTransformer):
         return not self._scopes or name in self._scopes[-1]
 
     def _visit_scope(self, node: ast.AST) -> ast.AST:
-        declared = {
-            name for inner in own_nodes(node) if isinstance(inner, ast.Global) for name in inner.names
-        }
+        declared = {name for inner in own_nodes(node) if isinstance(inner, ast.Global) for name in inner.names}
         self._scopes.append(declared)
         self.generic_visit(node)
         self._scopes.pop()

@@ -24,7 +24,13 @@ def binds(code: CodeType) -> frozenset[str]:
 
 
 def _names(code: CodeType, operations: frozenset[str], inner_operations: frozenset[str]) -> set[str]:
-    found = {op.argval for op in dis.get_instructions(code) if op.opname in operations}
+    found: set[str] = set()
+    before = None
+    for op in dis.get_instructions(code):
+        # `except E as e` ends in `e = None; del e`, which reads nothing.
+        if op.opname in operations and before != (op.opname.replace("DELETE", "STORE"), op.argval):
+            found.add(op.argval)
+        before = (op.opname, op.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found |= _names(constant, inner_operations, inner_operations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -37,12 +38,14 @@ class _Checker(ast.NodeVisitor):
         self._loops = 0
 
     def _refuse(self, node: ast.AST, what: str, name: str | None = None) -> NoReturn:
-        line, column = getattr(node, "lineno", 1), getattr(node, "col_offset", 0)
         message = (
             f"{name or f'`{what}`'} can't be in a trace block, which runs beside the model "
             f"and not in this function: {_INSTEAD[what]}"
         )
-        raise BlockSyntaxError(message, (self._filename, line, column + 1, None))
+        line = getattr(node, "lineno", 1)
+        text = linecache.getline(self._filename, line)
+        before = text.encode()[: getattr(node, "col_offset", 0)]
+        raise BlockSyntaxError(message, (self._filename, line, len(before.decode()) + 1, text or None))
 
     def visit_Return(self, node: ast.Return) -> None:
         self._refuse(node, "return")

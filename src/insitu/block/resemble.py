@@ -1,7 +1,7 @@
 """Whether code looks like a source, where something has changed the tree between the two.
 
-pytest rewrites assertions, IPython compiles the statements of a cell one by one, other import hooks add checks
-of their own. All of them keep the lines, and the places of the names and constants that they leave alone.
+pytest rewrites assertions, IPython compiles the statements of a cell one by one, import hooks add checks of
+their own. All of them keep the lines, and the places of the names and constants that they leave alone.
 """
 
 from __future__ import annotations

@@ -99,9 +99,7 @@ class Scope:
             elif is_function and name in self._code.co_names:
                 module[name] = value
             else:
-                raise SourceError(
-                    f"`{name}` is no variable of {self.qualname}, so that it can't be bound there"
-                )
+                raise SourceError(f"`{name}` is no variable of {self.qualname}, so that it can't be bound there")
         return local, module
 
     def _from_enclosing_function(self, name: str) -> dict[str, Any]:
@@ -139,8 +137,6 @@ def _variables(code: CodeType) -> _Variables:
             local=frozenset(code.co_varnames + code.co_cellvars),
             free=frozenset(code.co_freevars),
             globals_used=frozenset(name for op, name in operations if op.endswith("_GLOBAL")),
-            globals_stored=frozenset(
-                name for op, name in operations if op in ("STORE_GLOBAL", "DELETE_GLOBAL")
-            ),
+            globals_stored=frozenset(name for op, name in operations if op in ("STORE_GLOBAL", "DELETE_GLOBAL")),
         )
     return _CACHE[code]

@@ -18,7 +18,7 @@ import os
 import sys
 from types import TracebackType
 
-__all__ = ["is_library_file", "set_traceback", "user_traceback"]
+__all__ = ["is_library_file", "set_traceback", "shows_library", "user_traceback"]
 
 _HERE = sys._getframe().f_code.co_filename
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "")
@@ -29,7 +29,7 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
     With `INSITU_DEBUG=1` in the environment it is the whole one.
     """
-    if os.environ.get("INSITU_DEBUG") == "1":
+    if shows_library():
         return error.__traceback__
     entries = []
     entry = error.__traceback__
@@ -43,17 +43,20 @@ def user_traceback(error: BaseException) -> TracebackType | None:
     return rebuilt
 
 
+def shows_library() -> bool:
+    """Whether the user has asked to see frames of the library."""
+    return os.environ.get("INSITU_DEBUG") == "1"
+
+
 def is_library_file(filename: str) -> bool:
     """Whether code with this file name is part of the library."""
     return filename.startswith(_PACKAGE)
 
 
-def set_traceback(
-    error: BaseException, traceback: TracebackType | None, context: BaseException | None
-) -> None:
+def set_traceback(error: BaseException, traceback: TracebackType | None, context: BaseException | None) -> None:
     """Give an error that is being handled what a bare `raise` shall raise it with."""
-    if sys.version_info < (3, 11) and traceback is not None:
-        _replace_caught_entry(error, traceback)
+    if sys.version_info < (3, 11):
+        _replace_caught_entry(traceback)
     error.__traceback__ = traceback
     error.__context__ = context
 
@@ -71,8 +74,8 @@ class _TracebackLayout(ctypes.Structure):
     ]
 
 
-def _replace_caught_entry(error: BaseException, traceback: TracebackType) -> None:
-    """Turn the entry of the frame that caught `error` into the first of `traceback`.
+def _replace_caught_entry(traceback: TracebackType | None) -> None:
+    """Turn the entry of the frame that caught an error into the first of `traceback`; it stays if there is none.
 
     A bare `raise` of Python 3.10 goes on with the traceback object that was caught, whatever the error's
     attribute says.
@@ -80,7 +83,9 @@ def _replace_caught_entry(error: BaseException, traceback: TracebackType) -> Non
     caught = sys.exc_info()[2]
     if caught is None or caught is traceback:
         return
-    caught.tb_next = traceback.tb_next
+    caught.tb_next = traceback.tb_next if traceback is not None else None
+    if traceback is None:
+        return
     layout = _TracebackLayout.from_address(id(caught))
     replaced = layout.frame
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(traceback.tb_frame))
