@@ -111,11 +111,12 @@ class Walkthrough:
 
     def several(self) -> None:
         model = self.model
+        hidden, answer = [], []
         with model.trace(temperature=0.0, max_tokens=4) as tracer:
             for prompt in PROMPTS:
                 with tracer.invoke(prompt):
-                    hidden: Any = model.resid_post[6].save()
-                    answer: Any = tracer.result.save()
+                    hidden = model.resid_post[6].save()
+                    answer = tracer.result.save()
         table = Table("prompt", "hidden, after layer 6", "answer", box=None)
         for prompt, rows, result in zip(PROMPTS, hidden, answer, strict=True):
             table.add_row(repr(prompt), str(tuple(rows.shape)), repr(result.outputs[0].text))

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from insitu.block import NotReachedError, OutOfOrderError, SharedModuleError, WriteError
+from insitu.block import LocationError, NotReachedError, OutOfOrderError, SharedModuleError, WriteError
 from insitu.tree import LOGITS, RESULT, SAMPLES, session_for
 from tests.run.packed import VOCAB, WIDTH, Packed
 
@@ -293,3 +293,93 @@ def test_calling_a_module_computes_and_fires_nothing(packed: Packed) -> None:
     assert torch.equal(called, torch.full((1, WIDTH), 3.0))
     assert torch.equal(served, rows(1) * 2)
     assert torch.allclose(logits, torch.ones(1, WIDTH) @ packed.head)
+
+
+def test_replacements_and_in_place_edits_of_several_requests_at_one_place(packed: Packed) -> None:
+    def replaced():
+        packed.nodes.layers[0].act.output = torch.zeros(1, WIDTH)
+        return packed.nodes.layers[0].output[0]
+
+    def in_place():
+        packed.nodes.layers[0].act.output[:] = 7
+        return packed.nodes.layers[0].output[0]
+
+    seen = []
+    handle = packed.model.layers[0].act.register_forward_hook(lambda m, args, out: seen.append(args[0]))
+    runs = [packed.run(block) for block in (replaced, in_place, replaced)]
+    packed.step([(rows(1), run) for run in runs])
+    handle.remove()
+    assert [run.returned[0, 0].item() for run in runs] == [0, 7, 0]
+    # The activation returns its input: a replacement leaves that alone, an in-place edit does not.
+    assert torch.equal(seen[0], torch.cat([rows(1) * 2, torch.full((1, WIDTH), 7.0), rows(1) * 2]))
+
+
+def test_replacing_an_input_leaves_other_users_of_the_tensor_alone(packed: Packed) -> None:
+    def block():
+        packed.nodes.layers[1].mlp.input = torch.zeros(1, WIDTH)
+        return packed.nodes.layers[1].output
+
+    hidden, residual = packed.alone(rows(1), block)
+    assert torch.equal(hidden, torch.zeros(1, WIDTH))
+    assert torch.equal(residual, rows(1) * 3)
+
+
+@pytest.mark.parametrize("token", [VOCAB, -1])
+def test_samples_are_written_and_checked(packed: Packed, token: int) -> None:
+    def block():
+        session_for("").read(SAMPLES)[:] = 3
+
+    ids = packed.step([(rows(1), packed.run(block)), (rows(1), None)])
+    assert ids[0].item() == 3
+    assert ids[1].item() != 3
+
+    def bad():
+        session_for("").write(SAMPLES, torch.tensor([token]))
+        read(RESULT)
+
+    with pytest.raises(WriteError, match=rf"token id {token} is not in the vocabulary of {VOCAB}"):
+        packed.alone(rows(1), bad)
+
+
+def test_a_module_with_a_cache_can_t_be_called(packed: Packed) -> None:
+    packed.model.layers[0].mlp.kv_cache = torch.zeros(1)
+
+    def block():
+        return packed.nodes.layers[0](torch.zeros(1, WIDTH), None)
+
+    with pytest.raises(LocationError, match=r"`layers\.0` \(Layer\) can't be called.*KV cache"):
+        packed.alone(rows(1), block)
+
+
+def test_a_buffer_is_passed_whole_and_can_t_be_edited(packed: Packed) -> None:
+    class Lookup(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(3, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * 2.0, self.table
+
+    class Looking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lookup = Lookup()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lookup(x)[0]
+
+    packed.model.layers[0].mlp = Looking()
+    packed.interleaver = type(packed.interleaver)(packed.model, lambda hidden: hidden @ packed.head)
+    outline = packed.interleaver.modules.outline()
+    packed.nodes = type(packed.nodes)("", lambda: outline)
+    runs = [packed.run(lambda: packed.nodes.layers[0].mlp.lookup.output) for _ in range(3)]
+    packed.step([(rows(1), run) for run in runs])
+    assert all(run.returned[1].shape == (3, WIDTH) for run in runs)
+
+    def edit():
+        packed.nodes.layers[0].mlp.lookup.output[1][:] = 0
+        read(RESULT)
+
+    with pytest.raises(WriteError, match="does not go by tokens"):
+        packed.alone(rows(3), edit)
+    assert packed.model.layers[0].mlp.lookup.table.eq(1).all()

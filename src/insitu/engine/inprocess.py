@@ -9,11 +9,11 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from insitu.block import RequestError
+from insitu.block import EngineError, RequestError
 from insitu.engine.host import Stats
 from insitu.engine.job import Job, tagged
 from insitu.engine.launch import launch
-from insitu.engine.loop import EngineLoop, Request
+from insitu.engine.loop import EngineLoop, Request, FailedStepError
 from insitu.engine.prompts import Limits, as_prompt
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
 from insitu.run import Outcome, ordinary
@@ -74,6 +74,7 @@ class InProcess:
             vocab_size=config.model_config.get_vocab_size(),
         )
         self._loop = EngineLoop(llm)
+        self._failure: BaseException | None = None
 
     @classmethod
     def launch(cls, repo: str, engine_args: Mapping[str, Any]) -> InProcess:
@@ -106,13 +107,26 @@ class InProcess:
 
         for prepared, job in work:
             job.length = certain_length(prepared.params)
+        self._require_alive()
         self._rpc("insitu_submit", [job for _, job in work])
         try:
             self._loop.run([_request(prepared, job) for prepared, job in work], finished)
+        except FailedStepError as failure:
+            self._failure = failure.__cause__
+            self._require_alive()
         finally:
             self._rpc("insitu_drop", [job.id for _, job in work if job.id not in results])
         gone = self.refused(RequestError("the request was aborted before it ended"))
         return [results.get(job.id, gone) for _, job in work]
+
+    def _require_alive(self) -> None:
+        """A step that broke off has left the caches of all its requests half written."""
+        if self._failure is not None:
+            kind = "a device-side failure" if "CUDA" in str(self._failure) else "an error outside any block"
+            raise EngineError(
+                f"the engine failed in a step, by {kind}, and can't be used any more; make a new one. "
+                f"{type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
 
     def refused(self, error: BaseException) -> Result:
         """The result of a request that did not run."""
@@ -132,7 +146,8 @@ class InProcess:
 
 
 def _request(prepared: Prepared, job: Job) -> Request:
-    params = prepared.params.clone()
+    params = prepared.params
+    params.skip_clone = True  # they are this request's alone
     params.extra_args = {**(params.extra_args or {}), **tagged(job.id)}
     # All rows are computed, also those that another sequence of the same request has just left in the
     # cache; and under a salt of its own, what the block edits is served to nobody else.

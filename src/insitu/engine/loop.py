@@ -22,6 +22,10 @@ class Request:
     lora: Any = None
 
 
+class FailedStepError(Exception):
+    """A step of the engine itself has failed; the cause is vLLM's own error."""
+
+
 class EngineLoop:
     """vLLM's synchronous engine, stepped for several owners.
 
@@ -54,7 +58,7 @@ class EngineLoop:
                 waiting[self._external(name)] = request.job
             with _interrupts_between_steps() as check:
                 while waiting and self._unfinished():
-                    for output in self._step():
+                    for output in self._checked_step():
                         job = waiting.get(output.request_id)
                         if job is None:
                             self._kept.append(output)
@@ -65,6 +69,12 @@ class EngineLoop:
         finally:
             if waiting or len(internal) < len(requests):
                 self._engine.abort_request(internal, internal=True)
+
+    def _checked_step(self) -> list[Any]:
+        try:
+            return self._step()
+        except Exception as error:
+            raise FailedStepError from error
 
     def _external(self, name: str) -> str:
         """The id that outputs carry: vLLM adds a random suffix to the one it works with."""

@@ -69,9 +69,9 @@ class BlockRun:
         self._greenlet.gr_context = contextvars.copy_context()
         self._state.run(self._into, self._greenlet.switch)
 
-    def show(self, live: Any, rows: Rows, what: str) -> Served:
+    def show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset()) -> Served:
         """Lets the block go on with its rows of ``live``; returns what it then leaves behind."""
-        return self._state.run(self._show, live, rows, what)
+        return self._state.run(self._show, live, rows, what, fixed)
 
     def throw(self, error: BaseException) -> None:
         """Raises ``error`` where the block waits; a block that has not begun just ends with it."""
@@ -87,9 +87,9 @@ class BlockRun:
         self.throw(GreenletExit())
         self._greenlet, self.waiting, self.done = None, None, True
 
-    def _show(self, live: Any, rows: Rows, what: str) -> Served:
+    def _show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int]) -> Served:
         assert self._greenlet is not None
-        served = Served(live, rows, what)
+        served = Served(live, rows, what, fixed)
         self._into(self._greenlet.switch, served)
         return served
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from insitu.block import NotReachedError, OutOfOrderError, SharedModuleError
+from insitu.block import LocationError, NotReachedError, OutOfOrderError, SharedModuleError, WriteError
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
 from insitu.run.modules import ModuleTable
 from insitu.run.order import VisitOrder
-from insitu.run.served import Rows, Served, map_tensors, storages
+from insitu.run.served import Rows, Served, map_tensors
 from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Place
 
 RowsOf = Mapping[BlockRun, Rows]
@@ -41,8 +41,10 @@ class Interleaver:
         self._wrapped: dict[int, tuple[torch.nn.Module, Any]] = {}
         self._active: list[str] = []
         self._called: set[int] = set()
+        self._watched: set[Place] = set()
         self._open = False
         self._muted = False
+        self._vocabulary = 0
 
     # -- one step -------------------------------------------------------------------------
 
@@ -73,6 +75,7 @@ class Interleaver:
     def logits(self, tensor: torch.Tensor) -> torch.Tensor:
         """Serves this step's logits ``[requests, vocab]``; returns what sampling goes on from."""
         self._refuse_unreached()
+        self._vocabulary = tensor.shape[-1]
         return self._serve_if_awaited(LOGITS, tensor)
 
     def close(self) -> None:
@@ -86,14 +89,21 @@ class Interleaver:
             else:
                 module.__dict__["forward"] = own
         self._wrapped.clear()
+        self._watched.clear()
         self._active.clear()
         self._open = False
         self.order.complete = self.order.complete or LOGITS in self.order
 
     def samples(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Serves the ids drawn in this step, ``[requests, 1]`` or ``[requests]``."""
+        """Serves the ids drawn in this step, ``[requests, 1]`` or ``[requests]``; edits are made in it."""
         flat = tensor[:, 0] if tensor.dim() == 2 else tensor
-        self._serve_if_awaited(SAMPLES, flat)
+        for run in self._arrived(SAMPLES):
+            served = self._show(run, SAMPLES, flat)
+            try:
+                served.write_back_ids(self._vocabulary)
+            except WriteError as error:
+                run.throw(error)
+            self._park(run)
         return tensor
 
     def finish(self, run: BlockRun, result: Any) -> None:
@@ -129,7 +139,13 @@ class Interleaver:
         return self.order.position(place)
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._aside(partial(self.modules[path], *args, **kwargs))
+        module = self.modules[path]
+        if self.modules.has_state(module):
+            raise LocationError(
+                f"`{path}` ({type(module).__name__}) can't be called on values of the block: it writes to the KV "
+                f"cache, where the running requests keep their own; call the parts of it that only compute"
+            )
+        return self._aside(partial(module, *args, **kwargs))
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._aside(partial(self._unembed, hidden))
@@ -154,7 +170,8 @@ class Interleaver:
             self._watch(place)
 
     def _watch(self, place: Place) -> None:
-        if place.in_forward:
+        if place.in_forward and place not in self._watched:
+            self._watched.add(place)
             for path in (*self.order.calls(place), *self.modules.owners(place.path), place.path):
                 self._wrap(path)
 
@@ -174,26 +191,27 @@ class Interleaver:
         self._active.append(path)
         try:
             args, kwargs = self._serve_if_awaited(Place(path, "input"), (args, kwargs))
-            output = forward(*args, **kwargs)
-            return self._serve_if_awaited(Place(path, "output"), output, (args, kwargs))
+            return self._serve_if_awaited(Place(path, "output"), forward(*args, **kwargs))
         finally:
             self._active.pop()
 
-    def _serve_if_awaited(self, place: Place, live: Any, inputs: Any = None) -> Any:
-        self.order.arrive(place, self._active)
-        runs = self._waiting.pop(place, None)
-        for run in runs or ():
-            served = run.show(live, self.rows[run], str(place))
-            live = self._write_back(run, served, inputs)
+    def _serve_if_awaited(self, place: Place, live: Any) -> Any:
+        copies: dict[int, torch.Tensor] = {}
+        for run in self._arrived(place):
+            served = self._show(run, place, live)
+            try:
+                live = served.write_back(copies)
+            except WriteError as error:
+                run.throw(error)
             self._park(run)
         return live
 
-    def _write_back(self, run: BlockRun, served: Served, inputs: Any) -> Any:
-        try:
-            return served.write_back(storages(inputs) if served.replaced else frozenset())
-        except Exception as error:
-            run.throw(error)
-            return served.live
+    def _arrived(self, place: Place) -> list[BlockRun]:
+        self.order.arrive(place, self._active)
+        return self._waiting.pop(place, [])
+
+    def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
+        return run.show(live, self.rows[run], str(place), self.modules.fixed)
 
     def _refuse_unreached(self) -> None:
         """Ends the wait of runs for modules that the forward did not come to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -22,6 +23,17 @@ class ModuleTable:
         self._paths: dict[int, list[str]] = {}
         for path, module in self.by_path.items():
             self._paths.setdefault(id(module), []).append(path)
+
+    @cached_property
+    def fixed(self) -> frozenset[int]:
+        """The memory of parameters and buffers."""
+        tensors = (*self.root.parameters(), *self.root.buffers())
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    @staticmethod
+    def has_state(module: torch.nn.Module) -> bool:
+        """Whether calling the module leaves something behind, as attention does in its KV cache."""
+        return any(hasattr(part, "kv_cache") for part in module.modules())
 
     def __getitem__(self, path: str) -> torch.nn.Module:
         return self.by_path[path]

@@ -45,44 +45,48 @@ def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
 class _Leaf:
     """One private tensor and the live tensor that it was copied from."""
 
-    __slots__ = ("live", "private", "rows", "version")
+    __slots__ = ("live", "private", "replaced", "rows", "version")
 
-    def __init__(self, live: torch.Tensor, rows: Rows) -> None:
-        by_tokens = live.dim() > 0 and live.shape[0] == rows.total and not isinstance(live, torch.nn.Parameter)
+    def __init__(self, live: torch.Tensor, rows: slice | None) -> None:
         self.live = live
-        self.rows = rows if by_tokens else None
-        self.private = (live[rows.start : rows.stop] if by_tokens else live).clone()
+        self.rows = rows
+        self.private = (live if rows is None else live[rows]).clone()
         self.version = self.private._version
+        self.replaced = False
 
     @property
     def changed(self) -> bool:
-        return self.private._version != self.version
+        return self.replaced or self.private._version != self.version
 
     def adopt(self, new: torch.Tensor) -> None:
         """Makes a private copy of ``new`` the value, to be written back."""
         old = self.private
         self.private = new.detach().to(device=old.device, dtype=old.dtype, copy=True)
-        self.version = -1
+        self.replaced = True
 
 
 class Served:
-    """One visit of a place as one request sees it."""
+    """One visit of a place as one request sees it.
 
-    __slots__ = ("_leaves", "live", "replaced", "value", "what")
+    ``fixed``: memory that does not go by tokens whatever its shape, such as parameters and buffers.
+    """
 
-    def __init__(self, live: Any, rows: Rows, what: str) -> None:
+    __slots__ = ("_leaves", "live", "value", "what")
+
+    def __init__(self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset()) -> None:
         leaves: dict[int, _Leaf] = {}
+        mine = slice(rows.start, rows.stop)
 
         def private(tensor: torch.Tensor) -> torch.Tensor:
             leaf = leaves.get(id(tensor))
             if leaf is None:
-                leaf = leaves[id(tensor)] = _Leaf(tensor, rows)
+                by_tokens = tensor.dim() > 0 and tensor.shape[0] == rows.total and storage_of(tensor) not in fixed
+                leaf = leaves[id(tensor)] = _Leaf(tensor, mine if by_tokens else None)
             return leaf.private
 
         self.live = live
         self._leaves = leaves
         self.what = what
-        self.replaced = False
         self.value = map_tensors(live, private)
 
     def replace(self, value: Any) -> None:
@@ -92,37 +96,59 @@ class Served:
         """
         pairs: list[tuple[_Leaf, torch.Tensor]] = []
         self._pair(self.live, value, "", pairs)
-        for leaf, new in pairs:
-            if new is not leaf.private:
-                leaf.adopt(new)
-        self.replaced = True
+        # One tensor may stand at two places in the structure; the one that was assigned counts.
+        for leaf, new in [pair for pair in pairs if pair[1] is not pair[0].private]:
+            leaf.adopt(new)
         self.value = map_tensors(self.live, lambda tensor: self._leaves[id(tensor)].private)
 
-    def write_back(self, detach_from: frozenset[int] = frozenset()) -> Any:
-        """Copies what was changed into the live rows; returns what the module's caller should get.
+    def write_back(self, copies: dict[int, torch.Tensor]) -> Any:
+        """Copies what was changed into the live rows; returns what the model goes on with.
 
-        That is the live value itself, except that a replaced tensor whose memory is in
-        ``detach_from`` (the module's own inputs) is written to a copy: replacing an output must
-        not change the input that another module still reads.
+        An in-place edit is made in the live tensor, seen by all who hold it. A replacement is the
+        value of this place only: whoever else holds the tensor (it may be the residual stream itself)
+        is not to see it, so it goes to a copy. ``copies`` are those made at this visit so far, for
+        other requests, by their id, each with its original.
         """
-        fresh: dict[int, torch.Tensor] = {}
+        replaced: dict[int, torch.Tensor] = {}
         for key, leaf in self._leaves.items():
             if not leaf.changed:
                 continue
-            if leaf.rows is None:
-                raise WriteError(
-                    f"{self.what}: this tensor {tuple(leaf.live.shape)} does not go by tokens, so other "
-                    f"requests use it too; it can be read but not edited"
-                )
-            if leaf.private.shape != leaf.live[leaf.rows.start : leaf.rows.stop].shape:
-                raise WriteError(f"{self.what}: the value was resized in place to {tuple(leaf.private.shape)}")
-            live = leaf.live
-            if self.replaced and leaf.version == -1 and storage_of(live) in detach_from:
-                live = fresh[key] = live.clone()
-            live[leaf.rows.start : leaf.rows.stop].copy_(leaf.private)
-        if not fresh:
+            rows, live = self._writable(leaf)
+            if leaf.replaced and key not in copies:
+                replaced[key] = live.clone()
+                copies[id(replaced[key])] = live
+                live = replaced[key]
+            elif key in copies and not leaf.replaced:
+                copies[key][rows].copy_(leaf.private)
+            live[rows].copy_(leaf.private)
+        if not replaced:
             return self.live
-        return map_tensors(self.live, lambda tensor: fresh.get(id(tensor), tensor))
+        return map_tensors(self.live, lambda tensor: replaced.get(id(tensor), tensor))
+
+    def write_back_ids(self, count: int) -> None:
+        """Copies changed token ids back in place. Raises ``WriteError`` for one not below ``count``."""
+        for leaf in self._leaves.values():
+            if leaf.changed:
+                wrong = next((token for token in leaf.private.tolist() if not 0 <= token < count), None)
+                if wrong is not None:
+                    raise WriteError(f"{self.what}: token id {wrong} is not in the vocabulary of {count}")
+                rows, live = leaf.rows or slice(None), leaf.live
+                live[rows].copy_(leaf.private)
+
+    def _writable(self, leaf: _Leaf) -> tuple[slice, torch.Tensor]:
+        if leaf.rows is None:
+            raise WriteError(
+                f"{self.what}: this tensor {tuple(leaf.live.shape)} does not go by tokens, so other requests use "
+                f"it too; it can be read but not edited"
+            )
+        if not leaf.live.is_floating_point():
+            raise WriteError(
+                f"{self.what}: token ids and positions can't be edited, since one out of range takes the engine "
+                f"down; edit what is made of them (model.embed, or a module's output)"
+            )
+        if leaf.private.shape != leaf.live[leaf.rows].shape:
+            raise WriteError(f"{self.what}: the value was resized in place to {tuple(leaf.private.shape)}")
+        return leaf.rows, leaf.live
 
     def _pair(self, live: Any, new: Any, where: str, pairs: list[tuple[_Leaf, torch.Tensor]]) -> None:
         if isinstance(live, torch.Tensor):
@@ -152,13 +178,6 @@ class Served:
 
 def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def storages(value: Any) -> frozenset[int]:
-    """The memory that the tensors in ``value`` lie in."""
-    found: list[int] = []
-    map_tensors(value, lambda tensor: found.append(storage_of(tensor)))
-    return frozenset(found)
 
 
 def _shape(value: Any) -> str:
