@@ -71,9 +71,7 @@ def _build(name: str, folder: str) -> None:
 
 def _config(name: str, **common: Any) -> transformers.PretrainedConfig:
     if name == "gpt2":
-        return transformers.GPT2Config(
-            n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=CONTEXT, **common
-        )
+        return transformers.GPT2Config(n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=CONTEXT, **common)
     common |= {
         "num_hidden_layers": LAYERS,
         "hidden_size": WIDTH,
@@ -118,9 +116,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 @functools.cache
 def oracle(folder: str) -> nn.Module:
     """The transformers model of a folder, in float32, its attention written out in plain torch."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @functools.cache
@@ -176,9 +172,7 @@ def hf_activations(model: nn.Module, ids: Sequence[int], edits: Hooks | None = N
 
         return hook
 
-    hooks = [
-        module.register_forward_hook(record(path), with_kwargs=True) for path, module in model.named_modules()
-    ]
+    hooks = [module.register_forward_hook(record(path), with_kwargs=True) for path, module in model.named_modules()]
     try:
         model(torch.tensor([list(ids)]))
     finally:

@@ -46,9 +46,7 @@ def test_takes_the_cpu_build_that_pip_offers(
     assert installs == [("install", "torch==2.13.0+cpu")]
 
 
-@pytest.mark.parametrize(
-    "needs", ["nvidia-cudnn-cu13; platform_system == 'Linux'", "triton==3.5", "cuda-toolkit"]
-)
+@pytest.mark.parametrize("needs", ["nvidia-cudnn-cu13; platform_system == 'Linux'", "triton==3.5", "cuda-toolkit"])
 def test_does_not_take_a_cuda_build(
     helper: ModuleType, installs: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, needs: str
 ) -> None:

@@ -49,8 +49,7 @@ def blocks(page: Path) -> list[Block]:
     """The blocks of a page that are run."""
     found = [match for match in FENCE.finditer(page.read_text("utf-8")) if not match["skip"]]
     return [
-        Block(number, match["code"], match["output"], match.span("output"))
-        for number, match in enumerate(found, 1)
+        Block(number, match["code"], match["output"], match.span("output")) for number, match in enumerate(found, 1)
     ]
 
 

@@ -31,8 +31,7 @@ def logit_lens_html(
     """
     check_grid(tokens, layers, top)
     head = "".join(
-        f'<th scope="col">{_token(token)}<small>{position}</small></th>'
-        for position, token in enumerate(tokens)
+        f'<th scope="col">{_token(token)}<small>{position}</small></th>' for position, token in enumerate(tokens)
     )
     order = range(len(layers) - 1, -1, -1)
     body = "\n".join(_row(str(layers[row]), top[row], row) for row in order)
