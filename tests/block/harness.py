@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from typing import Any
 
 from insitu.block import Block, CapturedBody, Saves, Site
@@ -67,6 +68,7 @@ def raised(call: Any, *arguments: Any) -> BaseException:
 def run_all(module: dict[str, Any]) -> int:
     """Run every `test_` function of a module; the number of those that fail."""
     failed = 0
+    warnings.filterwarnings("error", module="insitu")
     tests = [(name, value) for name, value in module.items() if name.startswith("test_")]
     for name, test in tests:
         try:

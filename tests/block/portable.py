@@ -458,6 +458,30 @@ def test_tracing_of_others_is_given_back() -> None:
     assert all(event != "opcode" for event, _ in events)
 
 
+def test_tracer_that_counts_calls_and_returns() -> None:
+    class Counter:
+        depth = 0
+        lines = 0
+
+        def __call__(self, frame, event, arg):
+            self.depth += {"call": 1, "return": -1}.get(event, 0)
+            self.lines += event == "line" and frame.f_code is traced.__code__
+            return self
+
+    def traced() -> int:
+        for _ in range(3):
+            with Trace():
+                h = (1).save()
+        return h
+
+    counter = Counter()
+    sys.settrace(counter)
+    traced()
+    sys.settrace(None)
+    assert counter.depth == 0
+    assert counter.lines >= 8
+
+
 def test_recursion_and_threads() -> None:
     import threading
 

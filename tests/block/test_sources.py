@@ -230,12 +230,6 @@ def test_ipython_run_and_timeit(ipython: Any, tmp_path: Path) -> None:
     ).raise_error()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 13), reason="the interpreter keeps no source")
-def test_interactive_interpreter() -> None:
-    done = python("-i", "-q", input=SCRIPT.replace("return h\n", "return h\n\n"))
-    assert PRINTED in done.stdout
-
-
 # How it is written.
 
 
@@ -363,6 +357,8 @@ def f(x, y=5):
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("rewritten", [False, True], ids=["plain", "rewritten"])
 def test_file_edited_since_import(tmp_path: Path, edit: str, rewritten: bool) -> None:
+    if rewritten and edit in ("name_changed", "constant_changed") and sys.version_info < (3, 11):
+        pytest.skip("code has no columns")
     name = f"{'test_' if rewritten else ''}edited_{edit}_{rewritten}"
     if rewritten:
         pytest.register_assert_rewrite(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,3 +98,44 @@ def completed(model: Any) -> list[Any]:
     """The outputs of the enqueued requests, in the order in which they were handed over."""
     found = model.vllm_entrypoint.wait_for_completion(use_tqdm=False)
     return sorted(found, key=lambda output: int(output.request_id.split("-")[0]))
+
+
+Edit = Callable[[torch.Tensor], torch.Tensor]
+
+
+def hf_edited(
+    name: str, ids: Sequence[int], outputs: dict[str, Edit] | None = None, inputs: dict[str, Edit] | None = None
+) -> dict[str, models.Activation]:
+    """As `hf`, with what some modules return, or are given first, replaced by what an edit makes of it.
+
+    Edits get and return tensors without a batch axis, and may change what they get in place.
+    """
+    model = models.oracle(models.tiny(name))
+
+    def edited_output(edit: Edit) -> Callable[[Any], Any]:
+        def hook(output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (edit(output[0][0].clone())[None], *output[1:])
+            return edit(output[0].clone())[None]
+
+        return hook
+
+    def edited_input(edit: Edit) -> Callable[..., Any]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (edit(args[0][0].clone())[None], *args[1:]), kwargs
+            first, value = next(iter(kwargs.items()))
+            return args, {**kwargs, first: edit(value[0].clone())[None]}
+
+        return hook
+
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(edited_input(edit), with_kwargs=True)
+        for path, edit in (inputs or {}).items()
+    ]
+    try:
+        edits = {path: edited_output(edit) for path, edit in (outputs or {}).items()}
+        return models.hf_activations(model, ids, edits)
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 from .monitored import BodySkipped
@@ -36,6 +36,7 @@ class TracedSkip:
         frame = self._frame
         if sys.gettrace() is not self._tracer:
             sys.settrace(self._tracer)
+            _report_calls(self._tracer, frame)
         frame.f_trace = self._trace_of_frame
         frame.f_trace_lines, frame.f_trace_opcodes = self._events
         ours = error is self._signal
@@ -47,6 +48,19 @@ class TracedSkip:
         if event == "opcode" and frame.f_lasti == self._first:
             raise self._signal
         return self._trace
+
+
+def _report_calls(tracer: Any, caller: FrameType) -> None:
+    """Tell a tracer written in C, as coverage's is, of our own frames: it saw no call, but will see them return."""
+    if tracer is None or isinstance(tracer, (FunctionType, MethodType)):
+        return
+    frames: list[FrameType] = []
+    frame = sys._getframe(1)
+    while frame is not caller and frame.f_back is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    for frame in reversed(frames):
+        frame.f_trace = tracer(frame, "call", None)
 
 
 def _ignore(frame: FrameType, event: str, arg: object) -> None:

@@ -26,7 +26,7 @@ def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 def clone(node: NodeT) -> NodeT:
     """A copy of a tree. `deepcopy` would run out of stack on long chains of `elif` or `+`."""
-    copy = type(node)()
+    copy = type(node).__new__(type(node))
     for name, value in vars(node).items():
         setattr(copy, name, _clone_field(value))
     return copy

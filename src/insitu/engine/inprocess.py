@@ -13,7 +13,7 @@ from insitu.block import EngineError, RequestError
 from insitu.engine.host import Stats
 from insitu.engine.job import Job, tagged
 from insitu.engine.launch import launch
-from insitu.engine.loop import EngineLoop, Request, FailedStepError
+from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.prompts import Limits, as_prompt
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
 from insitu.run import Outcome, ordinary
