@@ -82,6 +82,13 @@ class BlockRun:
             return
         self._state.run(self._into, self._greenlet.throw, error)
 
+    def refuse(self, error: BaseException) -> None:
+        """Raises ``error`` over what the block has just written; one that has ended since fails with it."""
+        if self.done:
+            self.error = error if self.error is None else self.error
+        else:
+            self.throw(error)
+
     def kill(self) -> None:
         """Ends the block, its ``finally`` clauses run, without an error of its own."""
         self.throw(GreenletExit())

@@ -102,7 +102,7 @@ class Interleaver:
             try:
                 served.write_back_ids(self._vocabulary)
             except WriteError as error:
-                run.throw(error)
+                run.refuse(error)
             self._park(run)
         return tensor
 
@@ -202,7 +202,7 @@ class Interleaver:
             try:
                 live = served.write_back(copies)
             except WriteError as error:
-                run.throw(error)
+                run.refuse(error)
             self._park(run)
         return live
 
