@@ -45,7 +45,7 @@ def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
 class _Leaf:
     """One private tensor and the live tensor that it was copied from."""
 
-    __slots__ = ("live", "private", "replaced", "rows", "version")
+    __slots__ = ("edited", "live", "private", "replaced", "rows", "version")
 
     def __init__(self, live: torch.Tensor, rows: slice | None) -> None:
         self.live = live
@@ -53,6 +53,7 @@ class _Leaf:
         self.private = (live if rows is None else live[rows]).clone()
         self.version = self.private._version
         self.replaced = False
+        self.edited: torch.Tensor | None = None
 
     @property
     def changed(self) -> bool:
@@ -61,6 +62,8 @@ class _Leaf:
     def adopt(self, new: torch.Tensor) -> None:
         """Makes a private copy of ``new`` the value, to be written back."""
         old = self.private
+        if self.changed and not self.replaced:
+            self.edited = old
         self.private = new.detach().to(device=old.device, dtype=old.dtype, copy=True)
         self.replaced = True
 
@@ -114,6 +117,8 @@ class Served:
             if not leaf.changed:
                 continue
             rows, live = self._writable(leaf)
+            if leaf.edited is not None:
+                copies.get(key, live)[rows].copy_(leaf.edited)
             if leaf.replaced and key not in copies:
                 replaced[key] = live.clone()
                 copies[id(replaced[key])] = live
