@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import io
 import linecache
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -220,11 +222,27 @@ def test_ipython_cells_run_again_and_functions_of_earlier_cells(ipython: Any) ->
         assert ipython.user_ns["r"] == number
 
 
+def test_notes_that_others_hang_on_trees(ipython: Any) -> None:
+    """IPython's tracebacks note the parent of every node, some of which all trees share."""
+    assert not ipython.run_cell("def g():\n    return 1 / 0\ng()").success
+    load_node = ast.parse("x").body[0].value.ctx  # type: ignore[attr-defined]
+    before = dict(vars(load_node))
+    load_node.parent = ast.parse("x")
+    try:
+        ipython.run_cell("trace = Trace()\nwith trace: h = [x for x in range(2)].save()").raise_error()
+        assert pickle.loads(pickle.dumps(ipython.user_ns["trace"].block)) == ipython.user_ns["trace"].block
+        assert b"parent" not in pickle.dumps(ipython.user_ns["trace"].block)
+    finally:
+        vars(load_node).clear()
+        vars(load_node).update(before)
+
+
 def test_ipython_run_and_timeit(ipython: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ipython.run_cell(f"%run {script}").raise_error()
     assert ipython.user_ns["g"] == 7
+    ipython.run_cell("%%timeit -n1 -r1\nwith Trace():\n    q = f(1).save()\nassert q == 3\nzz = 1").raise_error()
     ipython.run_cell(
         "def f(x):\n    with Trace():\n        h = (x + 1).save()\n    return h\n%timeit -n1 -r1 f(1)"
     ).raise_error()

@@ -25,10 +25,11 @@ def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def clone(node: NodeT) -> NodeT:
-    """A copy of a tree. `deepcopy` would run out of stack on long chains of `elif` or `+`."""
+    """A copy of a tree. `deepcopy` would also follow what others hang on nodes; some nodes all trees share."""
     copy = type(node).__new__(type(node))
-    for name, value in vars(node).items():
-        setattr(copy, name, _clone_field(value))
+    for name in (*node._fields, *node._attributes):
+        if hasattr(node, name):
+            setattr(copy, name, _clone_field(getattr(node, name)))
     return copy
 
 
