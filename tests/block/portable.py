@@ -15,6 +15,8 @@ if __name__ == "__main__":
 
 from harness import Trace, lines_of, raised, run_all
 
+from insitu.block import AsyncCapturedBody
+
 MODULE_LIST: list[int] = [1]
 counter = 0
 
@@ -507,33 +509,76 @@ def test_recursion_and_threads() -> None:
     assert results == [30] * 8
 
 
-def test_async_with() -> None:
-    class AsyncTrace(Trace):
-        def __aenter__(self):
-            self.site = __import__("insitu.block", fromlist=["Site"]).Site.here()
-            self.site.skip("async")
-            return _ready("async")
+class AsyncTrace(AsyncCapturedBody):
+    def __init__(self) -> None:
+        self._trace = Trace()
 
-        async def __aexit__(self, exc_type, exc, tb):
-            if not self.site.left(exc_type, exc):
-                return False
-            assert self.run_block(self.site) is None
-            return True
+    def target(self) -> str:
+        return "async"
 
-    async def _ready(value: str) -> str:
-        return value
+    async def run_block(self, site: Any) -> BaseException | None:
+        await Pause()
+        return self._trace.run_block(site)
 
-    async def enter() -> tuple[str, int]:
-        with open(os.devnull):
-            async with AsyncTrace() as tracer:
-                h = (1).save()
-        return tracer, h
 
-    running = enter()
+class Pause:
+    def __await__(self):
+        yield "pause"
+
+
+def drive(coroutine: Any) -> tuple[list[Any], Any]:
+    """What a coroutine yields, and what it returns."""
+    yielded = []
     try:
-        running.send(None)
+        while True:
+            yielded.append(coroutine.send(None))
     except StopIteration as stop:
-        assert stop.value == ("async", 1)
+        return yielded, stop.value
+
+
+def test_async_with() -> None:
+    async def enter() -> tuple[Any, ...]:
+        with open(os.devnull):
+            try:
+                async with AsyncTrace() as tracer:
+                    h = (1).save()
+                async with AsyncTrace():
+                    try:
+                        k = (2).save()
+                    except:  # noqa: E722
+                        pass
+                async with Pausing():
+                    async with AsyncTrace() as (a, *b):
+                        pass
+            finally:
+                async with AsyncTrace():
+                    m = (3).save()
+        return tracer, h, k, a, b, m
+
+    class Pausing:
+        async def __aenter__(self) -> None:
+            await Pause()
+
+        async def __aexit__(self, *_: object) -> None:
+            await Pause()
+
+    assert drive(enter()) == (["pause"] * 6, ("async", 1, 2, "a", ["s", "y", "n", "c"], 3))
+
+
+def test_error_of_an_async_with() -> None:
+    async def enter() -> None:
+        async with AsyncTrace():
+            h = 1
+            h / 0  # the line
+
+    async def refused() -> None:
+        async with AsyncTrace():
+            await Pause()
+
+    error = raised(drive, enter())
+    assert lines_of(error)[2:] == [("enter", "async with AsyncTrace():"), ("enter", "h / 0  # the line")]
+    assert error.__context__ is None
+    assert "`await` can't be in a trace block" in str(raised(drive, refused()))
 
 
 def test_nested_trace_in_a_block() -> None:
@@ -667,6 +712,43 @@ def test_with_of_another_manager_before() -> None:
             seen.append("native")
             k = (h + 1).save() if isinstance(value, str) else 0
     assert (seen, k) == (["native", "native"], 2)
+
+
+def test_saves_keep_nothing_alive() -> None:
+    import gc
+    import weakref
+
+    class Tensor:
+        pass
+
+    seen: list[Any] = []
+
+    def make() -> list[Any]:
+        tensor = Tensor()
+        seen.append(weakref.ref(tensor))
+        return [tensor]
+
+    def alive() -> int:
+        return sum(ref() is not None for ref in seen)
+
+    gc.disable()
+    try:
+        with Trace():
+            first = None
+            for _ in range(10):
+                h = make()[0].save()
+                if first is None:
+                    first = h
+            one = alive().save()
+            for _ in range(10):
+                k = make().save()
+            two = alive().save()
+    finally:
+        gc.enable()
+    assert (one, two) == (2, 3)
+    assert first is not h
+    assert isinstance(first, Tensor)
+    assert len(k) == 1
 
 
 # Blocks as data.

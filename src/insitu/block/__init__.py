@@ -5,6 +5,7 @@ This floor needs the standard library only.
 
 from .block import Block
 from .captured import CapturedBody
+from .captured_async import AsyncCapturedBody
 from .errors import (
     ArgumentError,
     BlockError,
@@ -31,6 +32,7 @@ from .tracebacks import user_traceback
 
 __all__ = [
     "ArgumentError",
+    "AsyncCapturedBody",
     "Block",
     "BlockError",
     "BlockSyntaxError",

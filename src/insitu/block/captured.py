@@ -10,7 +10,7 @@ from .errors import InsituError
 from .site import Site
 from .tracebacks import set_traceback, shows_library, user_traceback
 
-__all__ = ["CapturedBody"]
+__all__ = ["CapturedBody", "without_signal"]
 
 
 class CapturedBody(ABC):
@@ -58,7 +58,7 @@ class CapturedBody(ABC):
         del site
         if error is None:
             return True
-        context = _without(error, exc)
+        context = without_signal(error, exc)
         try:
             raise error
         except BaseException as raised:
@@ -73,7 +73,7 @@ class CapturedBody(ABC):
             return error
 
 
-def _without(error: BaseException, signal: BaseException | None) -> BaseException | None:
+def without_signal(error: BaseException, signal: BaseException | None) -> BaseException | None:
     """The context of `error` as it were had the block run in the caller: what left the body is none of it."""
     around = signal.__context__ if signal is not None else None
     at, seen = error, {id(error)}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from .errors import OutsideTraceError
 
@@ -42,12 +43,16 @@ def save(value: T) -> T:
 
 
 class Saves:
-    """The values and names that one run of a block has saved."""
+    """The values and names that one run of a block has saved.
+
+    It keeps no tensor alive: what the block itself lets go of, as when a loop saves under the same name at
+    each step, is gone.
+    """
 
     def __init__(self) -> None:
-        self._marked: dict[int, Any] = {}  # holds the objects too, so that no id is used again
+        self._marked = _Objects()
         self._named: dict[str, None] = {}
-        self._ids_with_name: set[int] = set()
+        self._scalars_with_name: set[int] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,7 +61,7 @@ class Saves:
 
     def __contains__(self, value: object) -> bool:
         """Whether this very object was saved."""
-        return id(value) in self._marked
+        return value in self._marked
 
     def mark(self, value: Any, *names: str) -> Any:
         """What `value.save()` in a block's text stands for; `names` are those the statement gives to it.
@@ -65,10 +70,11 @@ class Saves:
         """
         if _has_own_save(value):
             return value.save()
-        self._marked[id(value)] = value
+        self._marked.add(value, names)
         if names:
-            self._ids_with_name.add(id(value))
             self._named.update(dict.fromkeys(names))
+            if isinstance(value, _SCALARS):
+                self._scalars_with_name.add(id(value))
         return value
 
     def collect(self, namespace: Mapping[str, Any], binds: Iterable[str]) -> dict[str, Any]:
@@ -85,9 +91,9 @@ class Saves:
         return found
 
     def _is_marked(self, value: object) -> bool:
-        if id(value) not in self._marked:
+        if value not in self._marked:
             return False
-        return not (isinstance(value, _SCALARS) and id(value) in self._ids_with_name)
+        return not (isinstance(value, _SCALARS) and id(value) in self._scalars_with_name)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -97,6 +103,28 @@ class Saves:
             yield
         finally:
             current_saves.reset(token)
+
+
+class _Objects:
+    """Objects by identity, held weakly where that can be done, so that no id is taken for that of another."""
+
+    def __init__(self) -> None:
+        self._weak: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._held: dict[int, Any] = {}
+        self._held_for: dict[tuple[str, ...], int] = {}
+
+    def add(self, value: object, names: tuple[str, ...]) -> None:
+        """Add it; a list or the like takes the place of what was added under the same names before."""
+        try:
+            self._weak[id(value)] = value
+        except TypeError:
+            if names:
+                self._held.pop(self._held_for.get(names, -1), None)
+                self._held_for[names] = id(value)
+            self._held[id(value)] = value
+
+    def __contains__(self, value: object) -> bool:
+        return self._held.get(id(value), self) is value or self._weak.get(id(value), self) is value
 
 
 def _has_own_save(value: object) -> bool:
