@@ -546,7 +546,7 @@ def test_async_with() -> None:
                     try:
                         k = (2).save()
                     except:  # noqa: E722
-                        pass
+                        k = 0
                 async with Pausing():
                     async with AsyncTrace() as (a, *b):
                         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from types import CodeType, FrameType
@@ -15,6 +16,7 @@ With = ast.With | ast.AsyncWith
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Position = tuple["int | None", "int | None", "int | None", "int | None"]
 
+_ITEMS_HAVE_LINES = sys.version_info >= (3, 13)  # before, they have that of the statement
 _ENTERING = frozenset({"SETUP_WITH", "BEFORE_WITH", "BEFORE_ASYNC_WITH"})
 
 
@@ -123,20 +125,19 @@ def _item(node: With, entry: Entry) -> int | None:
     exact = [number for number, item in enumerate(node.items) if _position_of(item.context_expr) == here]
     if exact:
         return exact[0]
-    lines = {node.lineno, *(item.context_expr.lineno for item in node.items)}
-    if entry.line not in lines:
-        return None
-    if len(node.items) == 1:
-        return 0
-    # All items carry the statement's own position. They are entered in order, once for each copy that
-    # the compiler has made of the statement (it copies what is in a `finally`).
+    lines = [item.context_expr.lineno if _ITEMS_HAVE_LINES else node.lineno for item in node.items]
+    there = [number for number, line in enumerate(lines) if line == entry.line]
+    if len(there) < 2:
+        return there[0] if there else None
+    # Items that can't be told apart are entered in order, once for each copy that the compiler has made of the
+    # statement (it copies what is in a `finally`).
     entries = [
         offset
         for offset in range(0, len(entry.code.co_code), 2)
         if _is_entering(entry.code, offset)
         and _position_at(entry.code, offset) == _position_at(entry.code, entry.offset)
     ]
-    return entries.index(entry.offset) % len(node.items)
+    return there[entries.index(entry.offset) % len(there)]
 
 
 def _position_at(code: CodeType, offset: int) -> Position:
