@@ -16,7 +16,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.engine import core
+from vllm.v1.engine import core as engine_core
 
 from insitu.block import ArgumentError, EngineError
 from insitu.engine.names import require_known
@@ -52,12 +52,13 @@ def launch(repo: str, engine_args: Mapping[str, Any]) -> LLM:
 
 def shut_down(llm: LLM) -> None:
     """Stops an engine, and leaves the process groups alone, which all engines of the process share."""
-    tear_down = core.cleanup_dist_env_and_memory
-    core.cleanup_dist_env_and_memory = lambda: None
+    namespace = vars(engine_core)
+    tear_down = namespace["cleanup_dist_env_and_memory"]
+    namespace["cleanup_dist_env_and_memory"] = lambda: None
     try:
         llm.llm_engine.engine_core.shutdown()
     finally:
-        core.cleanup_dist_env_and_memory = tear_down
+        namespace["cleanup_dist_env_and_memory"] = tear_down
 
 
 def _cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:

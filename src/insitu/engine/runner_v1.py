@@ -26,7 +26,8 @@ class V1Adapter:
         self._runner = runner
         self._model = runner.get_model()
         self._compute_logits: Callable[..., Any] = self._model.compute_logits
-        self.interleaver = Interleaver(self._model, self._compute_logits)
+        safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
+        self.interleaver = Interleaver(self._model, self._compute_logits, safe_ids)
         self.host = Host(self.interleaver)
         self._runs: dict[str, BlockRun] = {}
         self._in_forward = False

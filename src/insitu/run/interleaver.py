@@ -31,12 +31,16 @@ class Interleaver:
     is over, whatever way it ended; ``samples``; and once for each request ``finish``.
     """
 
-    def __init__(self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
+    ) -> None:
+        """``safe_ids``: ids below this are token ids and positions alike, for modules that take either."""
         self.modules = ModuleTable(root)
         self.anatomy = Anatomy(self.modules)
         self.order = VisitOrder()
         self.rows: RowsOf = {}
         self._unembed = unembed
+        self._safe_ids = safe_ids
         self._waiting: dict[Place, list[BlockRun]] = {}
         self._wrapped: dict[int, tuple[torch.nn.Module, Any]] = {}
         self._active: list[str] = []
@@ -100,7 +104,7 @@ class Interleaver:
         for run in self._arrived(SAMPLES):
             served = self._show(run, SAMPLES, flat)
             try:
-                served.write_back_ids(self._vocabulary)
+                served.write_back_in_place(self._vocabulary)
             except WriteError as error:
                 run.refuse(error)
             self._park(run)
@@ -200,7 +204,7 @@ class Interleaver:
         for run in self._arrived(place):
             served = self._show(run, place, live)
             try:
-                live = served.write_back(copies)
+                live = served.write_back(copies, self._ids_below(place))
             except WriteError as error:
                 run.refuse(error)
             self._park(run)
@@ -209,6 +213,11 @@ class Interleaver:
     def _arrived(self, place: Place) -> list[BlockRun]:
         self.order.arrive(place, self._active)
         return self._waiting.pop(place, [])
+
+    def _ids_below(self, place: Place) -> int:
+        module = self.modules.by_path.get(place.path)
+        sizes = (getattr(module, name, None) for name in ("org_vocab_size", "num_embeddings"))
+        return next(filter(None, sizes), self._safe_ids)
 
     def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
         return run.show(live, self.rows[run], str(place), self.modules.fixed)

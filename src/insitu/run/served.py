@@ -104,19 +104,20 @@ class Served:
             leaf.adopt(new)
         self.value = map_tensors(self.live, lambda tensor: self._leaves[id(tensor)].private)
 
-    def write_back(self, copies: dict[int, torch.Tensor]) -> Any:
+    def write_back(self, copies: dict[int, torch.Tensor], ids_below: int) -> Any:
         """Copies what was changed into the live rows; returns what the model goes on with.
 
         An in-place edit is made in the live tensor, seen by all who hold it. A replacement is the
         value of this place only: whoever else holds the tensor (it may be the residual stream itself)
         is not to see it, so it goes to a copy. ``copies`` are those made at this visit so far, for
-        other requests, by their id, each with its original.
+        other requests, by their id, each with its original. Token ids and positions must be below
+        ``ids_below``.
         """
         replaced: dict[int, torch.Tensor] = {}
         for key, leaf in self._leaves.items():
             if not leaf.changed:
                 continue
-            rows, live = self._writable(leaf)
+            rows, live = self._writable(leaf, ids_below)
             if leaf.edited is not None:
                 copies.get(key, live)[rows].copy_(leaf.edited)
             if leaf.replaced and key not in copies:
@@ -130,27 +131,24 @@ class Served:
             return self.live
         return map_tensors(self.live, lambda tensor: replaced.get(id(tensor), tensor))
 
-    def write_back_ids(self, count: int) -> None:
-        """Copies changed token ids back in place. Raises ``WriteError`` for one not below ``count``."""
+    def write_back_in_place(self, ids_below: int) -> None:
+        """As ``write_back``, where the caller goes on with the tensor that it has."""
         for leaf in self._leaves.values():
             if leaf.changed:
-                wrong = next((token for token in leaf.private.tolist() if not 0 <= token < count), None)
-                if wrong is not None:
-                    raise WriteError(f"{self.what}: token id {wrong} is not in the vocabulary of {count}")
-                rows, live = leaf.rows or slice(None), leaf.live
+                rows, live = self._writable(leaf, ids_below)
                 live[rows].copy_(leaf.private)
 
-    def _writable(self, leaf: _Leaf) -> tuple[slice, torch.Tensor]:
+    def _writable(self, leaf: _Leaf, ids_below: int) -> tuple[slice, torch.Tensor]:
         if leaf.rows is None:
             raise WriteError(
                 f"{self.what}: this tensor {tuple(leaf.live.shape)} does not go by tokens, so other requests use "
                 f"it too; it can be read but not edited"
             )
         if not leaf.live.is_floating_point():
-            raise WriteError(
-                f"{self.what}: token ids and positions can't be edited, since one out of range takes the engine "
-                f"down; edit what is made of them (model.embed, or a module's output)"
-            )
+            # One out of range would take the whole engine down.
+            wrong = [index for index in leaf.private.flatten().tolist() if not 0 <= index < ids_below]
+            if wrong:
+                raise WriteError(f"{self.what}: {wrong[0]} is out of range, ids and positions are 0 to {ids_below - 1}")
         if leaf.private.shape != leaf.live[leaf.rows].shape:
             raise WriteError(f"{self.what}: the value was resized in place to {tuple(leaf.private.shape)}")
         return leaf.rows, leaf.live
