@@ -52,7 +52,7 @@ def launch(repo: str, engine_args: Mapping[str, Any]) -> LLM:
 
 def shut_down(llm: LLM) -> None:
     """Stops an engine, and leaves the process groups alone, which all engines of the process share."""
-    namespace = vars(engine_core)
+    namespace = engine_core.__dict__
     tear_down = namespace["cleanup_dist_env_and_memory"]
     namespace["cleanup_dist_env_and_memory"] = lambda: None
     try:
