@@ -536,19 +536,41 @@ def test_arguments_that_are_no_tensors_are_kept(llama: Any) -> None:
             llama.run(replaced(value), PROMPT, max_tokens=1)
 
 
-def test_ids_and_positions_are_not_written(llama: Any) -> None:
-    """vLLM looks them up unchecked, so that a wrong one would end the engine for everybody."""
+def test_ids_are_replaced_by_ids(llama: Any) -> None:
+    other = [*ids_of("llama")[:-2], 77, 78]
     embedding = llama.model.embed_tokens
+    with llama.trace(max_tokens=1) as tracer:
+        with tracer.invoke(PROMPT):
+            embedding.input = torch.tensor(other, dtype=torch.int32)
+            logits = llama.logits.save()
+        with tracer.invoke(PROMPT):
+            embedding.input[-2:] = torch.tensor([77, 78])
+            logits = llama.logits.save()
+        with tracer.invoke(PROMPT):
+            logits = llama.logits.save()
+    for found, ids in zip(logits, (other, other, ids_of("llama")), strict=True):
+        assert_close(found, hf_stream("llama", ids).logits[-1:])
+
+
+@pytest.mark.parametrize("path", ["model.embed_tokens", "model.layers.1.self_attn.rotary_emb"])
+@pytest.mark.parametrize("index", [-1, 512, 10**9])
+def test_ids_and_positions_out_of_range_are_refused(llama: Any, path: str, index: int) -> None:
+    """vLLM looks them up unchecked, so that a wrong one would end the engine for everybody."""
+    module = llama.get(path)
 
     def replaced(tracer: Any) -> None:
-        embedding.input = embedding.input * 0
+        module.input = module.input * 0 + index
 
     def in_place(tracer: Any) -> None:
-        embedding.input[0] = 3
+        module.input[0] = index
 
     for block in (replaced, in_place):
-        with pytest.raises(insitu.WriteError, match=r"model\.embed_tokens\.input.*ids"):
+        with pytest.raises(insitu.WriteError, match=rf"{path}\.input: {index} is out of range"):
             llama.run(block, PROMPT, max_tokens=1)
+    assert_close(
+        llama.run(lambda tracer: llama.logits, PROMPT, max_tokens=1),
+        hf_stream("llama", ids_of("llama")).logits[-1:],
+    )
 
 
 def test_a_refused_write_leaves_the_engine_and_the_others_alone(llama: Any) -> None:
