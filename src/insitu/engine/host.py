@@ -9,6 +9,7 @@ from typing import Any
 from insitu.block import RequestError
 from insitu.engine.job import Execution, Job
 from insitu.run import BlockRun, Interleaver, Outcome, outcome_of
+from insitu.tree import RESULT
 
 
 @dataclass
@@ -89,15 +90,20 @@ class Host:
             )
 
     def preempted(self, requests: Iterable[str]) -> None:
-        """vLLM takes these requests' memory away; resuming would compute their steps a second time."""
+        """vLLM takes these requests' memory away; resuming computes their steps a second time.
+
+        Only a block that has read all that it reads, and edited nothing that would be lost, can bear that.
+        """
         for request in requests:
-            if live := self._live.get(request):
-                live.run.throw(
-                    RequestError(
-                        "vLLM preempted this request because its KV cache is full, and a block can't be run "
-                        "twice: trace fewer prompts at once (max_num_seqs) or give the KV cache more memory"
-                    )
+            live = self._live.get(request)
+            if live is None or (not live.run.edited and (live.run.done or live.run.waiting == RESULT)):
+                continue
+            live.run.refuse(
+                RequestError(
+                    "vLLM preempted this request because its KV cache is full, and a block can't be run "
+                    "twice: trace fewer prompts at once (max_num_seqs) or give the KV cache more memory"
                 )
+            )
 
     def runs(self, requests: Iterable[str]) -> dict[str, BlockRun]:
         """The runs that go on beside these requests, by request."""

@@ -38,7 +38,7 @@ class TracedScheduler(Scheduler):
         """How many waiting requests can begin in this step before a traced prompt would be split.
 
         Never 0 while nothing runs: a traced prompt larger than a whole step is refused when it is
-        submitted.
+        submitted. One that is resumed may be split, since its block sees no more of it.
         """
         budget = self.max_num_scheduled_tokens - sum(map(_tokens_left, self.running))
         count = 0
@@ -46,7 +46,7 @@ class TracedScheduler(Scheduler):
             if count >= limit or budget <= 0:
                 return limit
             tokens = _tokens_left(request)
-            if tokens > budget and job_id(request.sampling_params) is not None:
+            if tokens > budget and not request.num_preemptions and job_id(request.sampling_params) is not None:
                 return count
             budget -= tokens
             # One that is blocked may be passed over, so it does not count as a place taken.

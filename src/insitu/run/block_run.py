@@ -56,6 +56,7 @@ class BlockRun:
         self.steps = 0
         self.step = 0
         self.stopping = False
+        self.edited = False
         self.started = False
         self.done = False
         self.returned: Any = None

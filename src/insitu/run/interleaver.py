@@ -207,6 +207,7 @@ class Interleaver:
                 live = served.write_back(copies, self._ids_below(place))
             except WriteError as error:
                 run.refuse(error)
+            run.edited |= served.edited and place.in_forward
             self._park(run)
         return live
 

@@ -74,7 +74,7 @@ class Served:
     ``fixed``: memory that does not go by tokens whatever its shape, such as parameters and buffers.
     """
 
-    __slots__ = ("_leaves", "live", "value", "what")
+    __slots__ = ("_leaves", "edited", "live", "value", "what")
 
     def __init__(self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset()) -> None:
         leaves: dict[int, _Leaf] = {}
@@ -89,6 +89,7 @@ class Served:
 
         self.live = live
         self._leaves = leaves
+        self.edited = False
         self.what = what
         self.value = map_tensors(live, private)
 
@@ -117,6 +118,7 @@ class Served:
         for key, leaf in self._leaves.items():
             if not leaf.changed:
                 continue
+            self.edited = True
             rows, live = self._writable(leaf, ids_below)
             if leaf.edited is not None:
                 copies.get(key, live)[rows].copy_(leaf.edited)
