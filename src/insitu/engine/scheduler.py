@@ -43,11 +43,12 @@ class TracedScheduler(Scheduler):
         budget = self.max_num_scheduled_tokens - sum(map(_tokens_left, self.running))
         count = 0
         for request in chain(self.skipped_waiting, self.waiting):
-            if count >= limit or budget <= 0:
+            if count >= limit:
                 return limit
             tokens = _tokens_left(request)
             if tokens > budget and not request.num_preemptions and job_id(request.sampling_params) is not None:
                 return count
+            # At most so many: those before it may find parts of theirs in the prefix cache.
             budget -= tokens
             # One that is blocked may be passed over, so it does not count as a place taken.
             count += not self._is_blocked_waiting_status(request.status)
