@@ -75,8 +75,8 @@ class Host:
 
     def admit(self, request: str, job: str, computed: int, scheduled: int, prompt: int) -> None:
         """A request appears in a step for the first time, with ``scheduled`` of its tokens."""
-        if job not in self.jobs:
-            return
+        if job not in self.jobs or request in self._live:
+            return  # the V2 runner announces resumed requests once more
         execution = self.jobs[job].execution()
         live = _Live(BlockRun(execution, self.interleaver, self.jobs[job].length), execution, request)
         self._live[request] = live

@@ -171,12 +171,27 @@ class VLLM:
 
     @property
     def embed(self) -> Any:
-        """The token embedding alone, ``[tokens, d_model]``; writable."""
+        """The token embedding alone, ``[tokens, d_model]`` in the model's dtype, as the embedding module
+        returns it; writable. Where the model scales or norms it, or adds positions, ``resid_pre[0]`` is
+        what comes of that.
+        """
         return session_for("`model.embed`").read_stream("embed", None)
 
     @embed.setter
     def embed(self, value: Any) -> None:
         session_for("`model.embed`").write_stream("embed", None, value)
+
+    @property
+    def pos_embed(self) -> Any:
+        """The embedding of positions that is added to the tokens', ``[tokens, d_model]``; writable.
+
+        Raises ``LocationError`` where positions enter through attention (rotary, ALiBi).
+        """
+        return session_for("`model.pos_embed`").read_stream("pos_embed", None)
+
+    @pos_embed.setter
+    def pos_embed(self, value: Any) -> None:
+        session_for("`model.pos_embed`").write_stream("pos_embed", None, value)
 
     @property
     def final_norm(self) -> Any:
@@ -189,28 +204,40 @@ class VLLM:
 
     @property
     def resid_pre(self) -> LayerStream:
-        """The residual stream before each layer."""
+        """The residual stream before each layer, ``[tokens, d_model]``; ``resid_pre[0]`` is what enters layer 0."""
         return self._stream("resid_pre")
 
     @property
     def resid_mid(self) -> LayerStream:
-        """The residual stream between each layer's attention and MLP."""
+        """The residual stream between each layer's attention and MLP: ``resid_pre + attn_out``.
+
+        Raises ``LocationError`` where the model computes no such value (parallel blocks).
+        """
         return self._stream("resid_mid")
 
     @property
     def resid_post(self) -> LayerStream:
-        """The residual stream after each layer."""
+        """The residual stream after each layer: ``resid_mid + mlp_out``, in parallel blocks
+        ``resid_pre + attn_out + mlp_out``. The last one is what the final norm is given."""
         return self._stream("resid_post")
 
     @property
     def attn_out(self) -> LayerStream:
-        """What each layer's attention adds to the stream."""
+        """What each layer's attention adds to the stream, after any norm or multiplier of its output."""
         return self._stream("attn_out")
 
     @property
     def mlp_out(self) -> LayerStream:
-        """What each layer's MLP adds to the stream."""
+        """What each layer's MLP or experts add to the stream, after any norm or multiplier of their output."""
         return self._stream("mlp_out")
+
+    @property
+    def router_logits(self) -> LayerStream:
+        """The scores by which each layer of experts chooses, ``[tokens, experts]``, before the softmax.
+
+        Raises ``LocationError`` for a dense layer.
+        """
+        return self._stream("router_logits")
 
     def _stream(self, name: str) -> LayerStream:
         return LayerStream(name, lambda: self._running().layers)

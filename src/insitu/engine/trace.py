@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from insitu.block import ArgumentError, Block, CapturedBody, FunctionBlock, Saves, Site, UnsavedWarning
+from insitu.block import ArgumentError, Block, CapturedBody, FunctionBlock, Saves, Site, UnsavedWarning, save
 from insitu.block.tracebacks import user_lines
 from insitu.engine.invokes import Invocation, merged_error, merged_saves, waves
 from insitu.engine.job import Job
@@ -17,6 +17,7 @@ from insitu.tree import RESULT, current, session_for
 
 if TYPE_CHECKING:
     from insitu.engine.inprocess import InProcess
+    from insitu.run import Cache
 
 
 class Trace(CapturedBody):
@@ -69,6 +70,30 @@ class Trace(CapturedBody):
     def stop(self) -> None:
         """Makes this step the request's last: its token is drawn, and ``finish_reason`` is ``"stop"``."""
         session_for("`tracer.stop()`").stop()
+
+    @user_lines
+    def cache(
+        self,
+        modules: Any = None,
+        inputs: bool = False,
+        outputs: bool = True,
+        device: Any = "cpu",
+        dtype: Any = None,
+        detach: bool = True,
+    ) -> Cache:
+        """Records what modules return (and are called with) from here on, in every step, holding nothing up.
+
+        ``modules``: names, patterns (``*`` is one segment of a path, ``**`` any number), nodes, or a list
+        of these; all if left out. Values are this request's rows, as the block itself would read them
+        there, its own edits at that place included; they are kept on ``device`` (``None``: where they
+        are), and floating ones in ``dtype``. ``detach`` makes no difference, as vLLM keeps no gradients.
+
+        The cache comes home without ``.save()``, under each name of the block that holds it. It begins
+        with the place at which the block is. Raises ``UnknownModuleError``, naming the nearest, for a
+        name or pattern that means no module.
+        """
+        session = session_for("`tracer.cache`")
+        return save(session.cache(modules, inputs=inputs, outputs=outputs, device=device, dtype=dtype))
 
     @user_lines
     def invoke(self, prompt: Any, **sampling: Any) -> Invoke:

@@ -10,6 +10,7 @@ from insitu.block import EngineError
 from insitu.engine.host import Host, Stats
 from insitu.engine.job import Job
 from insitu.engine.runner_v1 import V1Adapter
+from insitu.engine.runner_v2 import V2Adapter
 from insitu.run import Outcome
 from insitu.tree import Outline
 
@@ -25,13 +26,13 @@ class InsituWorker:
         Called once compilation and graph capture are over, so that neither ever meets insitu.
         """
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        missing = [name for name in V1Adapter.METHODS if not hasattr(runner, name)]
-        if missing:
+        fitting = [kind for kind in (V2Adapter, V1Adapter) if kind.fits(runner)]
+        if not fitting:
             raise EngineError(
                 f"insitu does not know the model runner {type(runner).__module__}.{type(runner).__name__} of vLLM "
-                f"{vllm.__version__} (it has no {', '.join(missing)}); docs/compatibility.md lists what it knows"
+                f"{vllm.__version__}; docs/compatibility.md lists what it knows"
             )
-        adapter = V1Adapter(runner)
+        adapter = fitting[0](runner)
         self.insitu_host = adapter.host
         return adapter.interleaver.modules.outline(), adapter.interleaver.anatomy.layers
 

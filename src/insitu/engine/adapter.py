@@ -1,0 +1,111 @@
+"""What every model runner's adapter does: who begins in a step, where its rows are, its logits and its ids.
+
+What differs between the runners is in ``runner_v1`` and ``runner_v2``, a few short methods each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from insitu.engine.host import Host
+from insitu.engine.job import job_id
+from insitu.run import BlockRun, Interleaver, Rows
+
+
+class Adapter:
+    """Drives a host from one model runner, by wrapping the methods ``METHODS`` of that instance.
+
+    Each is replaced by the adapter's method of the same name, which gets the original first.
+    """
+
+    METHODS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        model = runner.get_model()
+        self._compute_logits: Callable[..., Any] = model.compute_logits
+        safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
+        self.interleaver = Interleaver(model, self._compute_logits, safe_ids)
+        self.host = Host(self.interleaver)
+        self.runs: dict[str, BlockRun] = {}
+        self.waits_in_forward = False
+        self._expects_logits = False
+        for name in self.METHODS:
+            setattr(runner, name, _Wrapped(getattr(self, name), getattr(runner, name)))
+        model.__dict__["compute_logits"] = self.compute_logits
+
+    @classmethod
+    def fits(cls, runner: Any) -> bool:
+        """Whether ``runner`` is of the kind that this adapter knows."""
+        return all(hasattr(runner, name) for name in cls.METHODS)
+
+    def begin(self, scheduled: Any) -> None:
+        """Takes in what vLLM's scheduler says of this step, and runs blocks up to where they wait."""
+        if self.host.jobs:
+            self._admit(scheduled)
+        self.runs = self.host.runs(scheduled.num_scheduled_tokens)
+        self.waits_in_forward = bool(self.runs) and self.interleaver.begin(self.runs.values())
+        self._expects_logits = bool(self.runs)
+        self.host.eager_steps += self.waits_in_forward
+        self.host.plain_steps += bool(scheduled.total_num_scheduled_tokens) and not self.waits_in_forward
+
+    def _admit(self, scheduled: Any) -> None:
+        self.host.preempted(scheduled.preempted_req_ids or ())
+        self.host.preempted(scheduled.scheduled_cached_reqs.resumed_req_ids)
+        for new in scheduled.scheduled_new_reqs:
+            job = job_id(new.sampling_params)
+            if job is not None:
+                tokens = scheduled.num_scheduled_tokens[new.req_id]
+                self.host.admit(new.req_id, job, new.num_computed_tokens, tokens, _prompt_length(new))
+
+    def token_rows(self, order: Iterable[str], counts: Mapping[str, int], total: int) -> dict[BlockRun, Rows]:
+        """The runs' rows in a forward over ``total`` tokens, padding included."""
+        rows: dict[BlockRun, Rows] = {}
+        start = 0
+        for request in order:
+            stop = start + counts[request]
+            if run := self.runs.get(request):
+                rows[run] = Rows(start, stop, total)
+            start = stop
+        return rows
+
+    def request_rows(self, order: Iterable[str], total: int) -> dict[BlockRun, Rows]:
+        """The runs' rows where there is one for each request."""
+        return {self.runs[request]: Rows(i, i + 1, total) for i, request in enumerate(order) if request in self.runs}
+
+    def order(self) -> list[str]:
+        """The requests of this step in the order of their rows, known once the forward begins."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._expects_logits:
+            # Prompt log-probabilities ask for logits too, after the step's own and of other rows.
+            return self._compute_logits(hidden, *args, **kwargs)
+        self._expects_logits = False
+        self.interleaver.rows = self.request_rows(self.order(), hidden.shape[0])
+        logits = self._compute_logits(hidden, *args, **kwargs)
+        return logits if logits is None else self.interleaver.logits(logits)
+
+    def mark_ended(self, output: Any) -> None:
+        """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here."""
+        if self.runs:
+            output.insitu_ended = self.host.ended(self.runs)
+
+
+class _Wrapped:
+    """A method of the runner's instance, with the original handed to its replacement."""
+
+    def __init__(self, replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self._replacement = replacement
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(self._original, *args, **kwargs)
+
+
+def _prompt_length(new: Any) -> int:
+    ids = new.prompt_token_ids
+    return len(ids) if ids is not None else len(new.prompt_embeds)
