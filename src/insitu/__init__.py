@@ -9,6 +9,8 @@ Floors, each importing only from those below it::
     block       a ``with`` body as data; standard library only
 """
 
+from typing import TYPE_CHECKING, Any
+
 from insitu._version import __version__ as __version__
 from insitu.block import ArgumentError as ArgumentError
 from insitu.block import BlockError as BlockError
@@ -29,3 +31,15 @@ from insitu.block import WriteError as WriteError
 from insitu.block import save as save
 from insitu.demo_model import demo_model as demo_model
 from insitu.engine.model import VLLM as VLLM
+
+if TYPE_CHECKING:
+    from insitu.run import Cache as Cache
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is asked for, because it needs torch.
+    if name == "Cache":
+        from insitu.run import Cache
+
+        return Cache
+    raise AttributeError(f"module 'insitu' has no attribute {name!r}")

@@ -54,9 +54,9 @@ class Model(torch.nn.Module):
 class Packed:
     """One engine step at a time: requests' rows laid end to end, logits by request."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module | None = None) -> None:
         torch.manual_seed(0)
-        self.model = Model()
+        self.model = Model() if model is None else model
         self.head = torch.randn(WIDTH, VOCAB)
         self.interleaver = Interleaver(self.model, lambda hidden: hidden @ self.head)
         outline = self.interleaver.modules.outline()
