@@ -1,94 +1,109 @@
-"""Where the standard names lie in an architecture's modules.
+"""The standard names of one model: where each lies, or why it is nowhere.
 
-One row an architecture, and only for those whose forward was read: in another forward (parallel
-blocks, norms after the sublayer, multipliers) the same modules mean something else, and a name must
-refuse there, not guess.
+A name is known only for architectures whose forward was read: in another forward (parallel blocks,
+norms after the sublayer, multipliers) the same modules mean something else, and a name must refuse
+there, not guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from insitu.block import LocationError
+from insitu.run.anatomy_layouts import TRANSFORMERS_TRUNKS, VLLM_MODELS, Layout
 from insitu.run.modules import ModuleTable
 from insitu.tree import Place, join
-
-Parts = Callable[[Any], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream as the sum of some tensors of one place, which ``parts`` picks from its value."""
+    """A stream as ``multiplier`` times the sum of the first ``count`` floating tensors of one place.
+
+    Positions, which a layer is called with too, are integers.
+    """
 
     place: Place
-    parts: Parts
+    count: int = 1
+    multiplier: float = 1.0
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Paths of an architecture's parts: the trunk's from the root, a layer's from the layer."""
-
-    layers: str
-    embed: str
-    norm: str
-    attn: str
-    mlp: str
-    norm_mid: str
-
-
-def _llama(mlp: str) -> Layout:
-    return Layout("model.layers", "model.embed_tokens", "model.norm", "self_attn", mlp, "post_attention_layernorm")
-
-
-_LAYOUTS = {
-    "GPT2LMHeadModel": Layout("transformer.h", "transformer.wte", "transformer.ln_f", "attn", "mlp", "ln_2"),
-    "LlamaForCausalLM": _llama("mlp"),
-    "MixtralForCausalLM": _llama("block_sparse_moe"),
-    "Qwen2ForCausalLM": _llama("mlp"),
-    "Qwen3ForCausalLM": _llama("mlp"),
-}
+    def parts(self, value: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in _tensors(value) if tensor.is_floating_point()][: self.count]
 
 
 class Anatomy:
-    """The standard names of one model. Each raises ``LocationError`` where they are not known."""
+    """The standard names of one model. Each raises ``LocationError`` where it is not known.
+
+    ``batched``: tensors have a batch axis before the tokens', as in vLLM's backend for models that run
+    transformers' own code.
+    """
 
     def __init__(self, modules: ModuleTable) -> None:
-        self._architecture = type(modules.root).__name__
-        self._layout = _LAYOUTS.get(self._architecture)
-        prefix = join(self._layout.layers, "") if self._layout else ""
-        self.layers = sum(path.startswith(prefix) and path[len(prefix) :].isdigit() for path in modules.by_path)
+        root: Any = modules.root
+        self._modules = modules
+        self._architecture = type(root).__name__
+        self.batched = self._architecture.startswith("Transformers")
+        if self.batched:
+            self._architecture = type(root.model).__name__
+        rows = TRANSFORMERS_TRUNKS if self.batched else VLLM_MODELS
+        row = rows.get(self._architecture)
+        self._layout = row if isinstance(row, Layout) or row is None else row(root.config)
+        self.layers = self._count(self._layout.layers) if self._layout else 0
 
     def stream(self, name: str, layer: int | None = None) -> Stream:
-        layout = self._known(f"`model.{name}`")
+        what = f"`model.{name}`"
+        layout = self._known(what)
+        if name in layout.absent:
+            raise LocationError(f"{what} is not computed by {self._architecture}: {layout.absent[name]}")
+        whole_model = {"embed": layout.embed, "pos_embed": layout.pos_embed, "final_norm": layout.norm}
+        if name in whole_model:
+            return Stream(Place(self._there(what, whole_model[name]), "output"))
         at = join(layout.layers, str(layer))
-        places = {
-            "embed": (layout.embed, "output", _first),
-            "final_norm": (layout.norm, "output", _first),
-            "resid_pre": (at, "input", _floating),
-            "attn_out": (join(at, layout.attn), "output", _first),
-            "resid_mid": (join(at, layout.norm_mid), "input", _floating),
-            "mlp_out": (join(at, layout.mlp), "output", _first),
-            "resid_post": (at, "output", _floating),
-        }
-        path, site, parts = places[name]
-        return Stream(Place(path, site), parts)
+        if name == "router_logits":
+            return Stream(Place(self._router(at, layout), "output"))
+        summands, terms = 1 + layout.pair, 1 + layout.biased
+        return {
+            "resid_pre": Stream(Place(at, "input"), summands),
+            "attn_out": Stream(Place(join(at, layout.attn), "output"), terms, layout.multiplier),
+            "resid_mid": Stream(Place(join(at, layout.mid), "input"), summands),
+            "mlp_out": Stream(Place(join(at, layout.mlp), "output"), terms, layout.multiplier),
+            "resid_post": Stream(Place(at, "output"), summands),
+        }[name]
 
     @property
     def norm(self) -> str:
         """Path of the norm before the unembedding."""
-        return self._known("the final norm").norm
+        return self.stream("final_norm").place.path
 
     def _known(self, what: str) -> Layout:
         if self._layout is None:
             raise LocationError(
                 f"{what} is not known for {self._architecture}: insitu knows where it lies in "
-                f"{', '.join(sorted(_LAYOUTS))}. Read the modules by their own names instead (print(model))"
+                f"{', '.join(sorted({*VLLM_MODELS, *TRANSFORMERS_TRUNKS}))}. Read the modules by their own names "
+                f"instead (print(model))"
             )
         return self._layout
+
+    def _there(self, what: str, path: str) -> str:
+        if not path:
+            raise LocationError(
+                f"{what} is not computed by {self._architecture}: it adds no positions to the stream, they enter "
+                f"through attention"
+            )
+        return path
+
+    def _router(self, at: str, layout: Layout) -> str:
+        path = join(at, layout.router)
+        if layout.router and path in self._modules.by_path:
+            return path
+        which = f"layer `{at}`" if layout.router else self._architecture
+        raise LocationError(f"`model.router_logits` is not computed by {which}: it is dense, with no experts to choose")
+
+    def _count(self, layers: str) -> int:
+        prefix = join(layers, "")
+        return sum(path.startswith(prefix) and path[len(prefix) :].isdigit() for path in self._modules.by_path)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -99,15 +114,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in _tensors(part)]
     return []
-
-
-def _first(value: Any) -> list[torch.Tensor]:
-    return _tensors(value)[:1]
-
-
-def _floating(value: Any) -> list[torch.Tensor]:
-    """The stream itself, or the two whose sum it is where vLLM fuses the addition into the next norm.
-
-    Positions, which a layer is called with too, are integers.
-    """
-    return [tensor for tensor in _tensors(value) if tensor.is_floating_point()]

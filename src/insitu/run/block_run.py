@@ -137,7 +137,9 @@ class BlockRun:
         return self._arrive(place).value
 
     def write(self, place: Place, value: Any) -> None:
-        self._arrive(place).replace(value)
+        served = self._arrive(place)
+        self._settle()
+        served.replace(value)
 
     def go_to(self, step: int) -> bool:
         if step < self.step or (step == self.step and self.at is not None):
@@ -160,7 +162,9 @@ class BlockRun:
         return self._model.unembed(hidden)
 
     def apply_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.call(self._model.anatomy.norm, (hidden,), {})
+        normed = self._model.call(self._model.anatomy.norm, (hidden,), {})
+        # Norms that carry the residual along return it beside.
+        return normed[0] if isinstance(normed, tuple) else normed
 
     def read_stream(self, name: str, layer: int | None) -> torch.Tensor:
         return self._stream(name, layer).value
@@ -171,9 +175,12 @@ class BlockRun:
     def _stream(self, name: str, layer: int | None) -> Derived:
         stream = self._model.anatomy.stream(name, layer)
         served = self._arrive(stream.place)
+        if name in self._derived and self._derived[name].stale:
+            self._derived.pop(name).settle()
         if name not in self._derived:
             index = "" if layer is None else f"[{layer}]"
-            self._derived[name] = Derived(stream.parts(served.value), f"model.{name}{index}")
+            parts = stream.parts(served.value)
+            self._derived[name] = Derived(parts, f"model.{name}{index}", stream.multiplier)
         return self._derived[name]
 
     def _settle(self) -> None:

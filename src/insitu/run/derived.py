@@ -10,18 +10,27 @@ from insitu.block import WriteError
 
 
 class Derived:
-    """One stream at the place where the block is: a tensor that is the sum of ``parts``.
+    """One stream at the place where the block is: ``multiplier`` times the sum of ``parts``.
 
     Written rows go whole into the first part and leave zero in the others, so that whoever adds them
-    up gets exactly what was written; rows that were not written keep their parts.
+    up gets exactly what was written; rows that were not written keep their parts. A part without
+    rows (a bias, which the model adds by itself) stays as it is.
     """
 
-    def __init__(self, parts: list[torch.Tensor], what: str) -> None:
+    def __init__(self, parts: list[torch.Tensor], what: str, multiplier: float = 1.0) -> None:
         self._parts = parts
         self._what = what
-        self.value = parts[0] if len(parts) == 1 else sum(parts[1:], parts[0])
-        self._given = self.value.clone() if len(parts) > 1 else None
+        self._multiplier = multiplier
+        direct = len(parts) == 1 and multiplier == 1
+        self.value = parts[0] if direct else sum(parts[1:], parts[0]) * multiplier
+        self._given = None if direct else self.value.clone()
         self._version = self.value._version
+        self._part_versions = [part._version for part in parts]
+
+    @property
+    def stale(self) -> bool:
+        """Whether the block has edited the parts under their own names since."""
+        return self._given is not None and self._part_versions != [part._version for part in self._parts]
 
     def replace(self, new: Any) -> None:
         """Takes ``new`` for the whole stream. Raises ``WriteError`` for another shape."""
@@ -38,6 +47,10 @@ class Derived:
         with torch.no_grad():
             changed = (self.value != self._given).any(dim=-1)
             first, *others = self._parts
-            first[changed] = self.value[changed]
+            written = self.value[changed] / self._multiplier
             for other in others:
-                other[changed] = 0
+                if other.shape == first.shape:
+                    other[changed] = 0
+                else:
+                    written = written - other
+            first[changed] = written

@@ -221,7 +221,10 @@ class Interleaver:
         return next(filter(None, sizes), self._safe_ids)
 
     def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
-        return run.show(live, self.rows[run], str(place), self.modules.fixed)
+        return run.show(live, self._rows_of(run), str(place), self.modules.fixed)
+
+    def _rows_of(self, run: BlockRun) -> Rows:
+        return self.rows[run]._replace(batched=self.anatomy.batched)
 
     def _refuse_unreached(self) -> None:
         """Ends the wait of runs for modules that the forward did not come to."""

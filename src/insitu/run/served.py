@@ -17,13 +17,26 @@ import torch
 
 from insitu.block import WriteError
 
+Index = slice | tuple[int, slice]
+
 
 class Rows(NamedTuple):
-    """The rows ``start:stop`` of one request in a batch of ``total`` rows."""
+    """The rows ``start:stop`` of one request in a batch of ``total`` rows.
+
+    ``batched``: a tensor may have a batch axis of one before its rows. A block sees it without.
+    """
 
     start: int
     stop: int
     total: int
+    batched: bool = False
+
+    def of(self, tensor: torch.Tensor) -> Index | None:
+        """The index of the request's rows in a tensor; None if it does not go by rows."""
+        mine = slice(self.start, self.stop)
+        if self.batched and tensor.shape[:2] == (1, self.total):
+            return (0, mine)
+        return mine if tensor.dim() > 0 and tensor.shape[0] == self.total else None
 
 
 def map_tensors(value: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
@@ -47,7 +60,7 @@ class _Leaf:
 
     __slots__ = ("edited", "live", "private", "replaced", "rows", "version")
 
-    def __init__(self, live: torch.Tensor, rows: slice | None) -> None:
+    def __init__(self, live: torch.Tensor, rows: Index | None) -> None:
         self.live = live
         self.rows = rows
         self.private = (live if rows is None else live[rows]).clone()
@@ -78,13 +91,12 @@ class Served:
 
     def __init__(self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset()) -> None:
         leaves: dict[int, _Leaf] = {}
-        mine = slice(rows.start, rows.stop)
 
         def private(tensor: torch.Tensor) -> torch.Tensor:
             leaf = leaves.get(id(tensor))
             if leaf is None:
-                by_tokens = tensor.dim() > 0 and tensor.shape[0] == rows.total and storage_of(tensor) not in fixed
-                leaf = leaves[id(tensor)] = _Leaf(tensor, mine if by_tokens else None)
+                mine = None if storage_of(tensor) in fixed else rows.of(tensor)
+                leaf = leaves[id(tensor)] = _Leaf(tensor, mine)
             return leaf.private
 
         self.live = live
@@ -140,7 +152,7 @@ class Served:
                 rows, live = self._writable(leaf, ids_below)
                 live[rows].copy_(leaf.private)
 
-    def _writable(self, leaf: _Leaf, ids_below: int) -> tuple[slice, torch.Tensor]:
+    def _writable(self, leaf: _Leaf, ids_below: int) -> tuple[Index, torch.Tensor]:
         if leaf.rows is None:
             raise WriteError(
                 f"{self.what}: this tensor {tuple(leaf.live.shape)} does not go by tokens, so other requests use "

@@ -40,9 +40,11 @@ class LayerStream:
 
     def _index(self, layer: int) -> int:
         count = len(self)
+        if not count:
+            return layer  # an architecture that is not known, which the session says
         if not -count <= layer < count:
             raise IndexError(f"model.{self._name} has {count} layers, 0 to {count - 1}; got {layer}")
         return layer % count
 
 
-LAYER_STREAMS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+LAYER_STREAMS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "router_logits")
