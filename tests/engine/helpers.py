@@ -30,6 +30,13 @@ def hf(name: str, ids: Sequence[int]) -> dict[str, models.Activation]:
     return _activations(name, tuple(ids))
 
 
+def assert_greedy(name: str, ids: Sequence[int], tokens: Sequence[int]) -> None:
+    """That transformers, given the same beginning, would have drawn each of `tokens` too."""
+    with torch.no_grad():
+        logits = models.oracle(models.tiny(name))(torch.tensor([[*ids, *tokens]])).logits[0]
+    assert list(tokens) == logits[len(ids) - 1 : -1].argmax(-1).tolist()
+
+
 @functools.lru_cache(maxsize=256)
 def _stream(name: str, ids: tuple[int, ...]) -> models.Residuals:
     return models.hf_residuals(models.oracle(models.tiny(name)), ids)

@@ -14,6 +14,7 @@ from tests import models
 from tests.engine import locations
 from tests.engine.helpers import (
     assert_close,
+    assert_greedy,
     completed,
     difference,
     enqueue,
@@ -229,6 +230,16 @@ def test_a_block_sees_all_rows_of_a_cached_prompt(caching: Any) -> None:
     assert tokens_of(still) == tokens_of(first["result"])
 
 
+def test_cached_requests_run_beside_a_block(caching: Any) -> None:
+    ids, others = random_ids(100, seed=11), [random_ids(count, seed=count) for count in (80, 33, 17)]
+    expected = [tokens_of(output) for output in plain(caching, [ids, *others], max_tokens=6, ignore_eos=True)]
+    enqueue(caching, [ids, *others], [6] * 4)
+    assert_equals_transformers("llama", ids, watched(caching, [ids], [6])[0])
+    found = completed(caching)
+    assert [tokens_of(output) for output in found] == expected
+    assert [output.num_cached_tokens for output in found] == [96, 64, 32, 16]
+
+
 def test_the_same_prompt_several_times_in_one_trace(caching: Any) -> None:
     ids = random_ids(70, seed=2)
     for seen in watched(caching, [ids, ids, ids[:50], ids], [2, 2, 2, 2]):
@@ -242,7 +253,7 @@ def test_what_an_edit_leaves_in_the_cache_is_nobody_elses(caching: Any) -> None:
         edited = tracer.result.save()
     (first,) = plain(caching, [ids], max_tokens=8, ignore_eos=True)
     assert first.num_cached_tokens == 0
-    assert tokens_of(first) == models.greedy(models.tiny("llama"), ids, 8)
+    assert_greedy("llama", ids, tokens_of(first))
     assert tokens_of(edited) != tokens_of(first)
     (second,) = plain(caching, [ids], max_tokens=8, ignore_eos=True)
     assert second.num_cached_tokens == 80
@@ -324,3 +335,64 @@ def test_the_last_row_is_the_last_token(chunking: Any) -> None:
     with chunking.trace(ids, max_tokens=1):
         last = chunking.resid_post[3][-1:].save()
     assert_close(last, hf_stream("llama", ids).resid_post[3][-1:])
+
+
+# Preemption: the KV cache holds about three of these requests to their end.
+
+
+@pytest.fixture(scope="module")
+def preempting(engines: Any) -> Iterator[Any]:
+    with own_engine(
+        engines, "llama", block_size=16, num_gpu_blocks_override=24, max_num_batched_tokens=64, max_num_seqs=8
+    ) as model:
+        yield model
+
+
+PREEMPTED = [random_ids(60, seed) for seed in range(40, 48)]
+
+
+def test_a_block_that_has_read_all_it_reads_bears_being_preempted(preempting: Any) -> None:
+    expected = [tokens_of(plain(preempting, [ids], max_tokens=60, ignore_eos=True)[0]) for ids in PREEMPTED]
+    for ids, seen, tokens in zip(PREEMPTED, watched(preempting, PREEMPTED, [60] * 8), expected, strict=True):
+        assert_equals_transformers("llama", ids, seen)
+        assert tokens_of(seen["result"]) == tokens
+
+
+def test_an_edit_that_preemption_would_undo_is_an_error(preempting: Any) -> None:
+    """Never a text that goes on from an edited prompt half the way, and from the plain one after that."""
+    first = preempting.model.layers[0]
+    with preempting.trace(PREEMPTED[0], temperature=0.0, max_tokens=60, ignore_eos=True):
+        first.output[0][:10] = 3.0
+    with (
+        pytest.raises(BaseExceptionGroup) as caught,  # noqa: F821
+        preempting.trace(temperature=0.0, max_tokens=60, ignore_eos=True) as tracer,
+    ):
+        for ids in PREEMPTED:
+            with tracer.invoke(ids):
+                first.output[0][:10] = 3.0
+    assert 0 < len(caught.value.exceptions) < len(PREEMPTED)
+    for error in caught.value.exceptions:
+        assert isinstance(error, insitu.RequestError)
+        assert "preempted" in str(error)
+    assert preempting.in_flight() == 0
+
+
+def test_an_edit_of_what_is_drawn_survives_being_preempted(preempting: Any) -> None:
+    with preempting.trace(temperature=0.0, max_tokens=50, ignore_eos=True) as tracer:
+        for ids in PREEMPTED:
+            with tracer.invoke(ids):
+                preempting.samples[0] = 5
+                result = tracer.result.save()
+    for ids, output in zip(PREEMPTED, result, strict=True):
+        first, *others = tokens_of(output)
+        assert first == 5
+        assert len(others) == 49
+        assert_greedy("llama", [*ids, first], others)
+
+
+def test_untraced_requests_are_preempted_as_ever(preempting: Any) -> None:
+    expected = [tokens_of(plain(preempting, [ids], max_tokens=60, ignore_eos=True)[0]) for ids in PREEMPTED]
+    enqueue(preempting, PREEMPTED, [60] * 8)
+    for ids, seen in zip(PREEMPTED, watched(preempting, PREEMPTED, [1] * 8), strict=True):
+        assert_equals_transformers("llama", ids, seen)
+    assert [tokens_of(output) for output in completed(preempting)] == expected
