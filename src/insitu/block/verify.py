@@ -11,7 +11,7 @@ from .locate import Place
 from .resemble import looks_like
 from .source import Source, compiled, future_flags
 
-__all__ = ["is_source_of"]
+__all__ = ["compiles_to", "is_source_of"]
 
 
 def is_source_of(source: Source, place: Place, code: CodeType) -> bool:
@@ -20,12 +20,13 @@ def is_source_of(source: Source, place: Place, code: CodeType) -> bool:
     True if compiling the source again gives the same code. Where the code may have come from a rewritten tree
     (pytest's assertions, a notebook's statements one by one) names and constants are compared instead.
     """
-    if source.certain or _compiles_to(source.tree, code):
+    if source.certain or compiles_to(source.tree, code):
         return True
     return source.rewritten and looks_like(place, source.tree, code)
 
 
-def _compiles_to(tree: ast.Module, code: CodeType) -> bool:
+def compiles_to(tree: ast.Module, code: CodeType) -> bool:
+    """Whether `code` is among what the text of a file compiles to."""
     # All of it is compiled: what a module imports changes the code of its functions.
     fresh = compiled(tree, code.co_filename, future_flags(code))
     return fresh is not None and any(_same_code(candidate, code) for candidate in _all_code(fresh))

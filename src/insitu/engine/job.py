@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from insitu.block import Block, FunctionBlock, Saves, current_saves
+
+if TYPE_CHECKING:
+    from insitu.run import Text
 
 _KEY = "insitu"
 
@@ -15,6 +18,10 @@ class Execution(Protocol):
     """One run of a job's block: called once, then asked for what it saved and bound."""
 
     def __call__(self) -> Any: ...
+
+    def text(self) -> Text:
+        """Its code and what the names in it mean, or the function that it is."""
+        ...
 
     def saved(self) -> dict[str, Any]: ...
 
@@ -50,6 +57,9 @@ class _BlockExecution:
         current_saves.set(self._saves)
         self._block.execute(self.namespace)
 
+    def text(self) -> Text:
+        return self._block.code, self.namespace
+
     def saved(self) -> dict[str, Any]:
         return self._saves.collect(self.namespace, self._block.binds)
 
@@ -59,12 +69,15 @@ class _BlockExecution:
 
 class _FunctionExecution:
     def __init__(self, block: FunctionBlock, tracer: Any) -> None:
-        self._run: Callable[[Any], Any] = block.run
+        self._block = block
         self._tracer = tracer
 
     def __call__(self) -> Any:
         current_saves.set(Saves())
-        return self._run(self._tracer)
+        return self._block.run(self._tracer)
+
+    def text(self) -> Text:
+        return self._block.fn
 
     def saved(self) -> dict[str, Any]:
         return {}

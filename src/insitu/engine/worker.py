@@ -12,7 +12,7 @@ from insitu.engine.job import Job
 from insitu.engine.runner_v1 import V1Adapter
 from insitu.engine.runner_v2 import V2Adapter
 from insitu.run import Outcome
-from insitu.tree import Outline
+from insitu.tree import Listing, Outline
 
 
 class InsituWorker:
@@ -50,6 +50,9 @@ class InsituWorker:
 
     def insitu_stats(self) -> Stats:
         return Stats(self._insitu.eager_steps, self._insitu.plain_steps)
+
+    def insitu_operations(self, path: str, op: str) -> Listing:
+        return self._insitu.interleaver.operations(path, op)
 
     @property
     def _insitu(self) -> Host:

@@ -1,7 +1,9 @@
 """Runs blocks beside any torch forward. Knows torch, not vLLM."""
 
 from insitu.run.block_run import BlockRun as BlockRun
+from insitu.run.cache import Cache as Cache
 from insitu.run.interleaver import Interleaver as Interleaver
+from insitu.run.names_source import Text as Text
 from insitu.run.program import Outcome as Outcome
 from insitu.run.program import ordinary as ordinary
 from insitu.run.program import outcome_of as outcome_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,16 +12,21 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from insitu.block import OutOfOrderError
 from insitu.run import traps
 from insitu.run.anatomy import Anatomy
+from insitu.run.cache import Cache
 from insitu.run.derived import Derived
+from insitu.run.modules import ModuleTable
+from insitu.run.names_source import names_source
+from insitu.run.recorder import Recorder
 from insitu.run.served import Rows, Served
 from insitu.run.torch_state import TorchState
-from insitu.tree import STEP, Place, current
+from insitu.tree import STEP, Listing, Place, current
 
 
 class Model(Protocol):
     """What a run asks of the model that it runs beside."""
 
     anatomy: Anatomy
+    modules: ModuleTable
 
     def check(self, run: BlockRun, place: Place) -> None:
         """Raises if ``place`` can't come any more in this step."""
@@ -29,9 +34,13 @@ class Model(Protocol):
 
     def position(self, place: Place) -> int: ...
 
+    def operations(self, path: str, op: str) -> Listing: ...
+
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def record(self, run: BlockRun, recorder: Recorder) -> None: ...
 
 
 class BlockRun:
@@ -50,9 +59,15 @@ class BlockRun:
         self._greenlet: greenlet | None = None
         self._served: Served | None = None
         self._derived: dict[str, Derived] = {}
+        self.recorders: list[Recorder] = []
+        self.prompt: Sequence[int] | None = None
+        self.drawn: list[tuple[torch.Tensor, int]] = []
         self.at: Place | None = None
         self.waiting: Place | None = None
         self.position = 0
+        self.names_source = names_source(program)
+        self.skipping = False
+        self._skipped: list[tuple[int, Place]] = []
         self.steps = 0
         self.step = 0
         self.stopping = False
@@ -118,6 +133,11 @@ class BlockRun:
         return self.step == self.steps - 1
 
     @property
+    def skipped(self) -> list[Place]:
+        """What the block has skipped in this step, by its output."""
+        return [place for step, place in self._skipped if step == self.step]
+
+    @property
     def seen(self) -> int:
         return self.steps
 
@@ -141,6 +161,19 @@ class BlockRun:
         self._settle()
         served.replace(value)
 
+    def skip(self, place: Place, value: Any) -> None:
+        self._arrive(place.at("input"))
+        self.skipping = True
+        try:
+            served = self._arrive(place)
+        finally:
+            self.skipping = False
+        served.replace(value)
+        self._skipped.append((self.step, place))
+
+    def operations(self, path: str, op: str) -> Listing:
+        return self._model.operations(path, op)
+
     def go_to(self, step: int) -> bool:
         if step < self.step or (step == self.step and self.at is not None):
             raise OutOfOrderError(f"step {step} has gone by: the block is in step {self.step}")
@@ -157,6 +190,16 @@ class BlockRun:
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._model.call(path, args, kwargs)
+
+    def token_ids(self) -> tuple[Sequence[int] | None, list[int]]:
+        if not self.in_step:
+            traps.wait(STEP)  # the step that the block is in begins when the one before has drawn its token
+        return self.prompt, [int(ids[row]) for ids, row in self.drawn]
+
+    def cache(self, modules: Any, **settings: Any) -> Cache:
+        recorder = Recorder(self._model.modules, modules, first_step=self.step, **settings)
+        self._model.record(self, recorder)
+        return recorder.cache
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.unembed(hidden)

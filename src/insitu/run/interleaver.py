@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from insitu.block import LocationError, NotReachedError, OutOfOrderError, Shared
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
 from insitu.run.modules import ModuleTable
+from insitu.run.ops import Operations
 from insitu.run.order import VisitOrder
+from insitu.run.recorder import Recorder
 from insitu.run.served import Rows, Served, map_tensors
-from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Place
+from insitu.run.skips import KeptRows
+from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
 
 RowsOf = Mapping[BlockRun, Rows]
 
@@ -41,11 +45,14 @@ class Interleaver:
         self.rows: RowsOf = {}
         self._unembed = unembed
         self._safe_ids = safe_ids
+        self.ops = Operations(self.modules, self._own_forward)
+        self._reached = 0
         self._waiting: dict[Place, list[BlockRun]] = {}
         self._wrapped: dict[int, tuple[torch.nn.Module, Any]] = {}
         self._active: list[str] = []
         self._called: set[int] = set()
         self._watched: set[Place] = set()
+        self._recorders: list[tuple[BlockRun, Recorder]] = []
         self._open = False
         self._muted = False
         self._vocabulary = 0
@@ -55,6 +62,7 @@ class Interleaver:
     def begin(self, runs: Iterable[BlockRun]) -> bool:
         """Starts what is new, and says whether any run waits for a module in this step's forward."""
         self._waiting.clear()
+        runs = list(runs)
         for run in runs:
             run.steps += 1
             if not run.started and not run.done:
@@ -62,19 +70,23 @@ class Interleaver:
             elif run.waiting == STEP and run.in_step:
                 run.show(True, _NO_ROWS, str(STEP))
             self._park(run)
-        return any(place.in_forward for place in self._waiting)
+        self._recorders = [(run, each) for run in runs if run.error is None for each in run.recorders]
+        return bool(self._recorders) or any(place.in_forward for place in self._waiting)
 
     def open(self, rows: RowsOf) -> None:
         """From here to ``close`` the modules that runs wait for are watched."""
         self.rows = rows
         self._open = True
         self._called.clear()
+        self._reached = 0
         self.order.restart()
         if not self.order.complete:
             for path in self.modules.by_path:
                 self._wrap(path)
         for place in list(self._waiting):
             self._watch(place)
+        for _, recorder in self._recorders:
+            self._watch_for(recorder)
 
     def logits(self, tensor: torch.Tensor) -> torch.Tensor:
         """Serves this step's logits ``[requests, vocab]``; returns what sampling goes on from."""
@@ -95,12 +107,20 @@ class Interleaver:
         self._wrapped.clear()
         self._watched.clear()
         self._active.clear()
+        self.ops.restart()
         self._open = False
         self.order.complete = self.order.complete or LOGITS in self.order
 
     def samples(self, tensor: torch.Tensor) -> torch.Tensor:
         """Serves the ids drawn in this step, ``[requests, 1]`` or ``[requests]``; edits are made in it."""
         flat = tensor[:, 0] if tensor.dim() == 2 else tensor
+        self._serve_samples(flat)
+        drawn = flat.clone()  # one copy for all, and no wait for the device
+        for run, rows in self.rows.items():
+            run.drawn.append((drawn, rows.start))
+        return tensor
+
+    def _serve_samples(self, flat: torch.Tensor) -> None:
         for run in self._arrived(SAMPLES):
             served = self._show(run, SAMPLES, flat)
             try:
@@ -108,7 +128,6 @@ class Interleaver:
             except WriteError as error:
                 run.refuse(error)
             self._park(run)
-        return tensor
 
     def finish(self, run: BlockRun, result: Any) -> None:
         """The request is over: serves its result, and ends the block's waiting."""
@@ -126,13 +145,27 @@ class Interleaver:
     def check(self, run: BlockRun, place: Place) -> None:
         if run.at == RESULT:
             raise OutOfOrderError(f"`{place}` can't be read after `tracer.result`, which comes last")
+        ops = self.ops.require(place) if place.op else []
         if not run.in_step:
             return
+        skipped = next((each for each in run.skipped if place.is_inside(each)), None)
+        if skipped is not None:
+            raise OutOfOrderError(f"`{place}` can't be read: it is inside `{skipped.call}`, which this block skips")
         if place in (RESULT, SAMPLES, LOGITS):
             late = run.at is not None and run.at in _TAIL and _TAIL.index(place) <= _TAIL.index(run.at)
         else:
-            late = run.at in _TAIL or 0 < self.order.position(place) <= run.position
-        if late or (not self.order.complete and place in self.order and self._open):
+            end = place.at("output").module if ops else place
+            late = run.at in _TAIL or 0 < self.order.position(end) <= run.position
+            late = late or (not self.order.complete and end in self.order and self._open)
+        if ops and place.path in self._active:
+            late = late or (self.ops.has_passed(place) and not any(op.loops for op in ops))
+            if not late and (around := self.ops.missed(place)):
+                raise LocationError(
+                    f"`{place}` can't be served: `{around}` is under way, and began before the block asked for an "
+                    f"operation in it. Read the operation before the places inside `{around}`, or name `.source` in "
+                    f"the block's own text"
+                )
+        if late:
             after = f" The block is at `{run.at}`, which comes after it." if run.at else ""
             raise OutOfOrderError(
                 f"`{place}` has gone by in this step.{after} Places are read in the order of the forward: "
@@ -140,7 +173,10 @@ class Interleaver:
             )
 
     def position(self, place: Place) -> int:
-        return self.order.position(place)
+        return self._reached if place.op else self.order.position(place)
+
+    def operations(self, path: str, op: str) -> Listing:
+        return self.ops.listing(path, op)
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.modules[path]
@@ -150,6 +186,10 @@ class Interleaver:
                 f"cache, where the running requests keep their own; call the parts of it that only compute"
             )
         return self._aside(partial(module, *args, **kwargs))
+
+    def _own_forward(self, module: torch.nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+        return forward.args[1] if isinstance(forward, partial) and forward.func == self._visit else forward
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._aside(partial(self._unembed, hidden))
@@ -163,6 +203,13 @@ class Interleaver:
             self._muted = muted
         return map_tensors(value, torch.clone)
 
+    def record(self, run: BlockRun, recorder: Recorder) -> None:
+        """From here on ``recorder`` gets what it wants of the run's steps."""
+        run.recorders.append(recorder)
+        self._recorders.append((run, recorder))
+        if self._open:
+            self._watch_for(recorder)
+
     # -- watching modules -----------------------------------------------------------------
 
     def _park(self, run: BlockRun) -> None:
@@ -174,10 +221,24 @@ class Interleaver:
             self._watch(place)
 
     def _watch(self, place: Place) -> None:
-        if place.in_forward and place not in self._watched:
+        if not place.in_forward:
+            return
+        if place not in self._watched:
             self._watched.add(place)
-            for path in (*self.order.calls(place), *self.modules.owners(place.path), place.path):
+            for path in self._around(place):
                 self._wrap(path)
+            if place.op:
+                self.ops.await_op(place)
+        if any(run.names_source for run in self._waiting.get(place, ())):
+            self.ops.await_any(self._around(place))
+
+    def _around(self, place: Place) -> list[str]:
+        """Paths of the modules to watch for ``place``: its own, and those in whose calls it comes."""
+        return [*self.order.calls(place.module), *self.modules.owners(place.path), place.path]
+
+    def _watch_for(self, recorder: Recorder) -> None:
+        for path in recorder.paths:
+            self._wrap(path)
 
     def _wrap(self, path: str) -> None:
         # The instance's forward, not a hook: vLLM's compiled classes replace __call__ and never
@@ -194,10 +255,50 @@ class Interleaver:
             return forward(*args, **kwargs)
         self._active.append(path)
         try:
-            args, kwargs = self._serve_if_awaited(Place(path, "input"), (args, kwargs))
-            return self._serve_if_awaited(Place(path, "output"), forward(*args, **kwargs))
+            return self._pass(path, "", forward, args, kwargs)
         finally:
             self._active.pop()
+
+    def _operate(self, path: str, within: str, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """An operation in a forward with stops."""
+        if self._muted:
+            return function(*args, **kwargs)
+        if isinstance(function, _METHODS) and isinstance(function.__self__, torch.Tensor):
+            # The tensor of a method is its first input.
+            function, args = getattr(type(function.__self__), function.__name__), (function.__self__, *args)
+        return self._pass(path, f"{within}.{name}" if within else name, function, args, kwargs)
+
+    def _pass(self, path: str, op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call in the forward, with what happens before and after it."""
+        entry, leave = Place(path, "input", op), Place(path, "output", op)
+        args, kwargs = self._serve_if_awaited(entry, (args, kwargs))
+        kept = self._kept_for_skips(leave, (args, kwargs))
+        try:
+            value = self._beginning(leave, function)(*args, **kwargs)
+        finally:
+            self.ops.end(path, op)
+        if op and isinstance(function, torch.nn.Module):
+            called = self.modules.path_now(function, self._active)
+            self._reached = max(self._reached, self.order.position(Place(called or "", "output")))
+        if kept is not None:
+            kept.put_back()
+        return self._serve_if_awaited(leave, value)
+
+    def _beginning(self, leave: Place, function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            return self.ops.begin(leave.path, leave.op, function, self._operate)
+        except LocationError as error:
+            self._refuse_inside(leave, error)
+            return function
+
+    def _kept_for_skips(self, leave: Place, inputs: Any) -> KeptRows | None:
+        skipping = [run for run in self._waiting.get(leave, ()) if run.skipping]
+        if not skipping:
+            return None
+        kept = KeptRows()
+        for run in skipping:
+            kept.keep(inputs, self._rows_of(run), self.modules.fixed)
+        return kept
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
@@ -209,10 +310,34 @@ class Interleaver:
                 run.refuse(error)
             run.edited |= served.edited and place.in_forward
             self._park(run)
+        if self._recorders:
+            self._record(place, live)
         return live
 
+    def _record(self, place: Place, live: Any) -> None:
+        """After the blocks at this place were served: what is recorded is what the model goes on with."""
+        for entry in list(self._recorders):
+            run, recorder = entry
+            if place in recorder.places and run.steps > recorder.first_step:
+                try:
+                    recorder.record(place, run.steps - 1, live, self._rows_of(run), self.modules.fixed)
+                except Exception as error:  # no memory for it: this request's error, not the step's
+                    self._recorders.remove(entry)
+                    self._withdraw(run)
+                    run.refuse(error)
+                    self._park(run)
+
+    def _withdraw(self, run: BlockRun) -> None:
+        """Forgets where ``run`` waits."""
+        for place, waiting in list(self._waiting.items()):
+            self._waiting[place] = [other for other in waiting if other is not run]
+
     def _arrived(self, place: Place) -> list[BlockRun]:
-        self.order.arrive(place, self._active)
+        if place.op:
+            self.ops.passed(place)
+        else:
+            self.order.arrive(place, self._active)
+            self._reached = max(self._reached, self.order.position(place))
         return self._waiting.pop(place, [])
 
     def _ids_below(self, place: Place) -> int:
@@ -233,6 +358,13 @@ class Interleaver:
                 run.throw(self._unreached(late[0]))
                 self._park(run)
 
+    def _refuse_inside(self, call: Place, error: LocationError) -> None:
+        """Ends the wait of runs for operations in a function that can't stop at them."""
+        for place in [each for each in self._waiting if each.path == call.path and each.is_inside(call)]:
+            for run in self._waiting.pop(place):
+                run.throw(error)
+                self._park(run)
+
     def _unreached(self, place: Place) -> Exception:
         module = self.modules[place.path]
         if self.modules.is_shared(place.path) and id(module) in self._called:
@@ -243,12 +375,20 @@ class Interleaver:
                 f"this step's calls of it were under others or can't be told apart; read a place of the "
                 f"module that calls it instead"
             )
+        if place.op and self.ops.has_passed(place):
+            return OutOfOrderError(f"`{place}` has gone by in this step: this step's forward is over")
         kind = type(module).__name__
+        if place.op and id(module) in self._called:
+            return NotReachedError(
+                f"`{place}` was not reached: this step's forward is over and did not come to it in `{place.path}` "
+                f"({kind})"
+            )
         return NotReachedError(
             f"`{place}` was not reached: this step's forward is over and never called `{place.path}` ({kind})"
         )
 
 
+_METHODS = (MethodType, BuiltinMethodType)
 _TAIL = [LOGITS, SAMPLES, RESULT]
 _NO_ROWS = Rows(0, 0, 0)
 

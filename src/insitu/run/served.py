@@ -132,14 +132,16 @@ class Served:
                 continue
             self.edited = True
             rows, live = self._writable(leaf, ids_below)
-            if leaf.edited is not None:
-                copies.get(key, live)[rows].copy_(leaf.edited)
-            if leaf.replaced and key not in copies:
+            original = copies.get(key, live)
+            apart = _shares_elements(original)
+            if leaf.edited is not None and not apart:
+                original[rows].copy_(leaf.edited)
+            if (leaf.replaced or apart) and key not in copies:
                 replaced[key] = live.clone()
                 copies[id(replaced[key])] = live
                 live = replaced[key]
-            elif key in copies and not leaf.replaced:
-                copies[key][rows].copy_(leaf.private)
+            elif key in copies and not leaf.replaced and not apart:
+                original[rows].copy_(leaf.private)
             live[rows].copy_(leaf.private)
         if not replaced:
             return self.live
@@ -191,6 +193,11 @@ class Served:
         if new.is_floating_point() != old.is_floating_point() or new.is_complex() or new.dtype == torch.bool:
             raise WriteError(f"{self.what}{where} takes a {kind} tensor ({old.dtype}); got {new.dtype}")
         return new
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether one element stands for several, as in an expanded tensor: it can't be edited where it is."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 from insitu.block import OutsideTraceError
+from insitu.tree.call import Call
 from insitu.tree.outline import Outline, join
-from insitu.tree.place import Place
 from insitu.tree.session import session_for
+from insitu.tree.source import Lister, Source
 
-_ACCESSORS = ("output", "input", "inputs", "next", "get")
+_ACCESSORS = ("output", "input", "inputs", "skip", "source", "next", "get")
 
 
-class Node:
+class Node(Call):
     """A module of the model, known by its path.
 
     Attributes are its submodules, and an index picks from a list of them. A submodule whose
@@ -23,52 +24,20 @@ class Node:
     model's outline is known.
     """
 
-    __slots__ = ("_outline", "_path")
+    __slots__ = ("_operations", "_outline", "_path")
+    _op = ""
 
-    def __init__(self, path: str, outline: Callable[[], Outline | None]) -> None:
+    def __init__(self, path: str, outline: Callable[[], Outline | None], operations: Lister | None = None) -> None:
         self._path = path
         self._outline = outline
+        self._operations = operations
 
-    # -- places ---------------------------------------------------------------------------
-
-    @property
-    def output(self) -> Any:
-        """What the module returns, this request's rows: ``[tokens, width]`` on the prefill step,
-        ``[1, width]`` on each decode step, in the model's dtype and on its device. Tuples, lists
-        and dicts keep their structure.
-
-        In-place operations edit what the model goes on with; assigning replaces it (same shape;
-        another floating dtype or device is converted).
-        """
-        return session_for(self._named("output")).read(Place(self._path, "output"))
-
-    @output.setter
-    def output(self, value: Any) -> None:
-        session_for(self._named("output")).write(Place(self._path, "output"), value)
+    # -- the forward ----------------------------------------------------------------------
 
     @property
-    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module is called with, as ``(args, kwargs)``; rows and edits as in ``output``."""
-        return session_for(self._named("inputs")).read(Place(self._path, "input"))
-
-    @inputs.setter
-    def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        session_for(self._named("inputs")).write(Place(self._path, "input"), value)
-
-    @property
-    def input(self) -> Any:
-        """The first argument that the module is called with; rows and edits as in ``output``."""
-        args, kwargs = self.inputs
-        return args[0] if args else next(iter(kwargs.values()), None)
-
-    @input.setter
-    def input(self, value: Any) -> None:
-        args, kwargs = self.inputs
-        if args:
-            self.inputs = ((value, *args[1:]), kwargs)
-        else:
-            first = next(iter(kwargs))
-            self.inputs = ((), {**kwargs, first: value})
+    def source(self) -> Source:
+        """The operations in the module's Python ``forward``: ``print(module.source)`` lists them."""
+        return Source(self._path, "", self._operations)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Applies the real module to values of the block; fires no places."""
@@ -76,7 +45,7 @@ class Node:
 
     def next(self) -> Node:
         """Moves the block on to the next step; returns this module, so that its places can follow."""
-        session_for(self._named("next()")).move_on()
+        session_for(f"`{join(self._path, 'next()')}`").move_on()
         return self
 
     # -- the tree -------------------------------------------------------------------------
@@ -143,16 +112,13 @@ class Node:
         outline = self._outline()
         if outline is not None:
             outline.require(path)
-        return Node(path, self._outline)
+        return Node(path, self._outline, self._operations)
 
     def _known(self, what: str) -> Outline:
         outline = self._outline()
         if outline is None:
             raise OutsideTraceError(f"{what} is known once the engine runs: call model.dispatch() first")
         return outline
-
-    def _named(self, site: str) -> str:
-        return f"`{join(self._path, site)}`"
 
 
 def path_of(node: Node) -> str:

@@ -6,11 +6,15 @@ Nodes and tracers are the same objects in the caller and in the engine; what mak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from insitu.block import OutsideTraceError
 from insitu.tree.place import Place
+
+if TYPE_CHECKING:
+    from insitu.tree.source import Listing
 
 
 class Session(Protocol):
@@ -22,6 +26,14 @@ class Session(Protocol):
 
     def write(self, place: Place, value: Any) -> None:
         """Replaces what the model goes on with at ``place``, for this request alone."""
+        ...
+
+    def skip(self, place: Place, value: Any) -> None:
+        """Makes ``value`` the output ``place`` of a call that does not run for this request."""
+        ...
+
+    def operations(self, path: str, op: str) -> Listing:
+        """The text of a module's forward, or of the function that an operation in it calls."""
         ...
 
     step: int
@@ -49,6 +61,14 @@ class Session(Protocol):
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Applies the module at ``path`` to values of the block."""
+        ...
+
+    def token_ids(self) -> tuple[Sequence[int] | None, list[int]]:
+        """The ids of the prompt, unless it was given by embeddings, and those drawn before this step."""
+        ...
+
+    def cache(self, modules: Any, **settings: Any) -> Any:
+        """Records every visit of the given modules from here on; returns what it is recorded in."""
         ...
 
     def read_stream(self, name: str, layer: int | None) -> Any:
