@@ -311,7 +311,7 @@ def test_what_is_not_there_is_said(cache: Cache) -> None:
         cache["layers.0.mpl"]
     with pytest.raises(AttributeError, match="no module `layer`; here it has layers"):
         cache.layer
-    with pytest.raises(LocationError, match="`layers.output` was not recorded"):
+    with pytest.raises(LocationError, match=r"`layers.output` was not recorded"):
         cache.layers.output
 
 
@@ -329,7 +329,7 @@ def test_repr_shows_modules_and_shapes(cache: Cache) -> None:
     assert lines[-1] == "  layers.99: output [1, 2] float32"
 
 
-Pair = namedtuple("Pair", "first second")  # noqa: PYI024
+Pair = namedtuple("Pair", "first second")
 
 
 def assert_equal_caches(first: Cache, second: Cache) -> None:
