@@ -59,7 +59,8 @@ class Adapter:
             job = job_id(new.sampling_params)
             if job is not None:
                 tokens = scheduled.num_scheduled_tokens[new.req_id]
-                self.host.admit(new.req_id, job, new.num_computed_tokens, tokens, _prompt_length(new))
+                length, ids = _prompt_length(new), new.prompt_token_ids
+                self.host.admit(new.req_id, job, new.num_computed_tokens, tokens, length, ids)
 
     def token_rows(self, order: Iterable[str], counts: Mapping[str, int], total: int) -> dict[BlockRun, Rows]:
         """The runs' rows in a forward over ``total`` tokens, padding included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +73,16 @@ class Host:
 
     # -- the runner's side ----------------------------------------------------------------
 
-    def admit(self, request: str, job: str, computed: int, scheduled: int, prompt: int) -> None:
-        """A request appears in a step for the first time, with ``scheduled`` of its tokens."""
+    def admit(
+        self, request: str, job: str, computed: int, scheduled: int, prompt: int, ids: Sequence[int] | None
+    ) -> None:
+        """A request appears in a step for the first time, with ``scheduled`` of the ``prompt`` tokens of its
+        prompt, whose ``ids`` are known unless it is given by embeddings."""
         if job not in self.jobs or request in self._live:
             return  # the V2 runner announces resumed requests once more
         execution = self.jobs[job].execution()
         live = _Live(BlockRun(execution, self.interleaver, self.jobs[job].length), execution, request)
+        live.run.prompt = ids
         self._live[request] = live
         self._by_job.setdefault(job, []).append(live)
         if computed or scheduled != prompt:
@@ -92,11 +96,12 @@ class Host:
     def preempted(self, requests: Iterable[str]) -> None:
         """vLLM takes these requests' memory away; resuming computes their steps a second time.
 
-        Only a block that has read all that it reads, and edited nothing that would be lost, can bear that.
+        Only a block that has read all that it reads, records nothing and edited nothing that would be lost
+        can bear that.
         """
         for request in requests:
             live = self._live.get(request)
-            if live is None or (not live.run.edited and (live.run.done or live.run.waiting == RESULT)):
+            if live is None or _bears_preemption(live.run):
                 continue
             live.run.refuse(
                 RequestError(
@@ -112,6 +117,10 @@ class Host:
     def ended(self, requests: Iterable[str]) -> frozenset[str]:
         """Of these requests, those that end here: their block failed, or called ``tracer.stop()``."""
         return frozenset(request for request in requests if (live := self._live.get(request)) and _over(live.run))
+
+
+def _bears_preemption(run: BlockRun) -> bool:
+    return not run.edited and not run.recorders and (run.done or run.waiting == RESULT)
 
 
 def _over(run: BlockRun) -> bool:

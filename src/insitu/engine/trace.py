@@ -6,13 +6,24 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from insitu.block import ArgumentError, Block, CapturedBody, FunctionBlock, Saves, Site, UnsavedWarning, save
+from insitu.block import (
+    ArgumentError,
+    Block,
+    CapturedBody,
+    FunctionBlock,
+    PromptError,
+    Saves,
+    Site,
+    UnsavedWarning,
+    save,
+)
 from insitu.block.tracebacks import user_lines
 from insitu.engine.invokes import Invocation, merged_error, merged_saves, waves
 from insitu.engine.job import Job
 from insitu.engine.steps import StepLoop, Steps
+from insitu.engine.tokens import positions_of, token_strings
 from insitu.tree import RESULT, current, session_for
 
 if TYPE_CHECKING:
@@ -48,6 +59,25 @@ class Trace(CapturedBody):
         return session_for("`tracer.result`").read(RESULT)
 
     @property
+    def tokens(self) -> list[str]:
+        """The text of each token of this request's sequence as the block's step finds it, by position: those
+        of its prompt, special ones too, and those generated before this step.
+
+        A token that holds only a part of a character is shown as U+FFFD.
+        """
+        session = session_for("`tracer.tokens`")
+        return token_strings(self._engine.tokenizer, [*_known(session.prompt), *session.drawn_ids()])
+
+    @overload
+    def positions_of(self, text: str, *, occurrence: int = 0) -> range: ...
+    @overload
+    def positions_of(self, text: str, *, every: Literal[True]) -> list[range]: ...
+    def positions_of(self, text: str, *, occurrence: int = 0, every: bool = False) -> Any:
+        """The positions of the prompt's tokens that ``text`` lies in; as ``model.positions_of``."""
+        prompt = _known(session_for("`tracer.positions_of`").prompt)
+        return positions_of(self._engine.tokenizer, prompt, text, occurrence, every)
+
+    @property
     def iter(self) -> Steps:
         """Loops over steps of generation; step 0 is the prefill::
 
@@ -71,7 +101,6 @@ class Trace(CapturedBody):
         """Makes this step the request's last: its token is drawn, and ``finish_reason`` is ``"stop"``."""
         session_for("`tracer.stop()`").stop()
 
-    @user_lines
     def cache(
         self,
         modules: Any = None,
@@ -192,6 +221,12 @@ def _captured(site: Site) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the block needs of its caller, and the copies of it that the block may change."""
     given = site.scope.values(site.block.reads)
     return given, site.scope.copied(given)
+
+
+def _known(prompt: Sequence[int] | None) -> Sequence[int]:
+    if prompt is None:
+        raise PromptError("the prompt was given by embeddings, so that it has no tokens")
+    return prompt
 
 
 def _new_id() -> str:
