@@ -17,7 +17,7 @@ from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.prompts import Limits, as_prompt
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
 from insitu.run import Outcome, ordinary
-from insitu.tree import Outline
+from insitu.tree import Listing, Outline
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,10 @@ class InProcess:
 
     def stats(self) -> Stats:
         return self._rpc("insitu_stats")
+
+    def operations(self, path: str, op: str) -> Listing:
+        """The text of a module's forward, or of what an operation in it calls."""
+        return self._rpc("insitu_operations", path, op)
 
     def check(self, settings: Mapping[str, Any]) -> None:
         check_sampling(settings)

@@ -10,7 +10,7 @@ from insitu.block import ArgumentError, EngineError
 from insitu.block.tracebacks import user_lines
 from insitu.engine.prompts import are_several
 from insitu.engine.trace import Trace
-from insitu.tree import LOGITS, SAMPLES, LayerStream, Node, session_for
+from insitu.tree import LOGITS, SAMPLES, LayerStream, Listing, Node, session_for
 
 if TYPE_CHECKING:
     from insitu.engine.host import Stats
@@ -54,7 +54,7 @@ class VLLM:
         self._engine: InProcess | None = None
         self._closed = False
         self._lock = threading.RLock()
-        self._root = Node("", lambda: self._engine.outline if self._engine else None)
+        self._root = Node("", lambda: self._engine.outline if self._engine else None, self._operations)
         if dispatch:
             self.dispatch()
 
@@ -238,6 +238,9 @@ class VLLM:
         Raises ``LocationError`` for a dense layer.
         """
         return self._stream("router_logits")
+
+    def _operations(self, path: str, op: str) -> Listing | None:
+        return self._engine.operations(path, op) if self._engine else None
 
     def _stream(self, name: str) -> LayerStream:
         return LayerStream(name, lambda: self._running().layers)
