@@ -98,8 +98,9 @@ class Anatomy:
         path = join(at, layout.router)
         if layout.router and path in self._modules.by_path:
             return path
-        which = f"layer `{at}`" if layout.router else self._architecture
-        raise LocationError(f"`model.router_logits` is not computed by {which}: it is dense, with no experts to choose")
+        if layout.router:
+            raise LocationError(f"`model.router_logits` is not computed everywhere: `{at}` has no experts, it is dense")
+        raise LocationError(f"`model.router_logits` is not computed by {self._architecture}: it has no experts")
 
     def _count(self, layers: str) -> int:
         prefix = join(layers, "")

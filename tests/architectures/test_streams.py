@@ -1,0 +1,187 @@
+"""The standard names mean on every architecture what they mean in transformers, read and written."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import insitu
+from tests import models
+from tests.architectures.configs import ARCHITECTURES, LAYERS, tiny
+from tests.architectures.reference import Streams, streams
+from tests.engine.helpers import BOUND, PROMPT, assert_close, difference
+
+FOUND = Path(__file__).resolve().parent.parent.parent / "build" / "architectures.json"
+OF_MODEL = ("embed", "pos_embed")
+OF_LAYER = ("resid_pre", "attn_out", "resid_mid", "router_logits", "mlp_out", "resid_post")
+LAST = LAYERS - 1
+
+
+def computed(name: str, layer: int | None, key: str) -> bool:
+    """Whether an architecture computes a name, by its entry here and transformers' modules."""
+    if key == "router_logits":
+        return layer in hf(name).layers.get(key, {})
+    return key not in ARCHITECTURES[name].absent
+
+
+def ids_of(name: str) -> list[int]:
+    return models.encode(tiny(name), PROMPT)
+
+
+@functools.lru_cache(maxsize=1)
+def hf(name: str) -> Streams:
+    return streams(name, ids_of(name))
+
+
+def read(model: Any, key: str, layer: int | None) -> torch.Tensor:
+    return getattr(model, key) if layer is None else getattr(model, key)[layer]
+
+
+@functools.lru_cache(maxsize=1)
+def everything(name: str, model: Any) -> dict[tuple[str, int | None], torch.Tensor]:
+    """Every value that the architecture has a name for, all from one request."""
+    places = [(key, None) for key in OF_MODEL if computed(name, None, key)]
+    places += [(key, layer) for layer in range(LAYERS) for key in OF_LAYER if computed(name, layer, key)]
+    if computed(name, None, "final_norm"):
+        places.append(("final_norm", None))
+
+    def block(tracer: Any) -> dict[tuple[str, int | None], torch.Tensor]:
+        found = {place: read(model, *place) for place in places}
+        return {**found, ("logits", None): model.logits}
+
+    return model.run(block, PROMPT, temperature=0.0, max_tokens=1)
+
+
+def test_every_name_is_the_value_of_transformers(name: str, model: Any) -> None:
+    wanted, differences = hf(name), {}
+    for (key, layer), value in everything(name, model).items():
+        reference = wanted[key, layer]
+        differences[key, layer] = difference(value, reference[-1:] if key == "logits" else reference)
+    write_down(name, model, max(differences.values()))
+    assert {place: found for place, found in differences.items() if found > BOUND} == {}
+    assert len(model.resid_post) == LAYERS
+
+
+def write_down(name: str, model: Any, largest: float) -> None:
+    worker = model.vllm_entrypoint.llm_engine.model_executor.driver_worker
+    root, architecture = worker.get_model(), ARCHITECTURES[name]
+    kind = type(root).__name__
+    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
+    found[name] = {
+        "model class": f"{kind} ({type(root.model).__name__})" if kind.startswith("Transformers") else kind,
+        "layers": LAYERS,
+        "largest difference": largest,
+        "resid_mid": "resid_mid" not in architecture.absent,
+        "router_logits": architecture.has_experts,
+        "note": architecture.note,
+    }
+    FOUND.parent.mkdir(exist_ok=True)
+    FOUND.write_text(json.dumps(found, indent=1))
+
+
+def test_what_is_added_adds_up_to_the_stream(name: str, model: Any) -> None:
+    found = everything(name, model)
+    for i in range(LAYERS):
+        before, attn, mlp = found["resid_pre", i], found["attn_out", i], found["mlp_out", i]
+        if ("resid_mid", i) in found:
+            assert_close(before + attn, found["resid_mid", i], f"resid_mid[{i}]", 1e-6)
+            assert_close(found["resid_mid", i] + mlp, found["resid_post", i], f"resid_post[{i}]", 1e-6)
+        elif name != "opt_post_norm":
+            assert_close(before + attn + mlp, found["resid_post", i], f"resid_post[{i}]", 1e-6)
+        if i < LAST:
+            assert found["resid_post", i].equal(found["resid_pre", i + 1])
+
+
+def test_unembedding_the_final_norm_gives_the_logits(name: str, model: Any) -> None:
+    if not computed(name, None, "final_norm"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            every = model.unembed(model.model.decoder.output).save()
+            logits = model.logits.save()
+    else:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            by_hand = model.apply_final_norm(model.resid_post[-1]).save()
+            final_norm = model.final_norm.save()
+            every = model.unembed(final_norm).save()
+            logits = model.logits.save()
+        assert_close(by_hand, final_norm, "apply_final_norm", 1e-6)
+    assert_close(every[-1:], logits, "the engine's own logits", 1e-6)
+    assert_close(every, hf(name)["logits", None], "logits")
+
+
+def test_names_that_are_not_computed_say_so(name: str, model: Any) -> None:
+    for key in ARCHITECTURES[name].absent:
+        layer = 1 if key in OF_LAYER else None
+        with pytest.raises(insitu.LocationError, match=f"`model.{key}` is not computed by "):
+            model.run(lambda tracer, place=(key, layer): read(model, *place), PROMPT, max_tokens=1)
+    if "final_norm" in ARCHITECTURES[name].absent:
+        with pytest.raises(insitu.LocationError, match="final_norm"):
+            model.run(lambda tracer: model.apply_final_norm(model.resid_post[1]), PROMPT, max_tokens=1)
+    for layer in range(LAYERS):
+        if ARCHITECTURES[name].has_experts and not computed(name, layer, "router_logits"):
+            with pytest.raises(insitu.LocationError, match=rf"layers\.{layer}` has no experts"):
+                model.run(lambda tracer, i=layer: model.router_logits[i], PROMPT, max_tokens=1)
+
+
+def test_each_decoded_token_is_a_row_of_the_stream(name: str, model: Any) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        rows = [].save()
+        for _ in tracer.iter[:]:
+            rows.append([model.attn_out[1], model.mlp_out[1], model.resid_post[1]])
+        result = tracer.result.save()
+    ids = [*ids_of(name), *result.outputs[0].token_ids[:-1]]
+    wanted = streams(name, ids)
+    assert [each[2].shape[0] for each in rows] == [len(ids_of(name)), 1, 1]
+    for key, values in zip(("attn_out", "mlp_out", "resid_post"), zip(*rows, strict=True), strict=True):
+        assert_close(torch.cat(values), wanted[key, 1], key)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value * 0.5 + 0.25
+
+
+def some_rows(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value[1:3] = 1.0 - value[1:3] * 0.5
+    return value
+
+
+def write(model: Any, key: str, layer: int | None, edit: Any) -> None:
+    """A whole value by assignment, some rows in place."""
+    if edit is some_rows:
+        value = read(model, key, layer)
+        value[1:3] = 1.0 - value[1:3] * 0.5
+    elif layer is None:
+        setattr(model, key, whole(read(model, key, layer)))
+    else:
+        getattr(model, key)[layer] = whole(read(model, key, layer))
+
+
+def test_writes_equal_the_same_edits_in_transformers(name: str, model: Any) -> None:
+    keys = [key for key in (*OF_MODEL, "final_norm") if computed(name, None, key)]
+    places = [(key, None) for key in keys] + [(key, 1) for key in OF_LAYER if computed(name, 1, key)]
+    cases = [(key, layer, edit) for key, layer in places for edit in (whole, some_rows)]
+    with model.trace(temperature=0.0, max_tokens=1) as tracer:
+        with tracer.invoke(PROMPT):
+            plain = [model.resid_post[-1], model.logits].save()
+        for key, layer, edit in cases:
+            with tracer.invoke(PROMPT):
+                if key != "final_norm":
+                    write(model, key, layer, edit)
+                last = model.resid_post[-1].save()
+                if key == "final_norm":
+                    write(model, key, layer, edit)
+                logits = model.logits.save()
+    assert_close(plain[0], hf(name)["resid_post", LAST], "company")
+    assert_close(plain[1], hf(name)["logits", None][-1:], "company")
+    for case, found, drawn in zip(cases, last, logits, strict=True):
+        what = f"{case[0]}, {case[2].__name__}"
+        wanted = streams(name, ids_of(name), case)
+        assert_close(found, wanted["resid_post", LAST], what)
+        assert_close(drawn, wanted["logits", None][-1:], what)
+        if case[0] != "final_norm":
+            assert difference(found, plain[0]) > 1e-4, f"{what} changed nothing"
