@@ -1,0 +1,146 @@
+"""Both of vLLM's model runners on a GPU, compiled and with CUDA graphs: `pytest -m gpu tests/gpu`.
+
+`VLLM_USE_V2_MODEL_RUNNER=0` takes V1, `1` or unset V2. Values are compared in bfloat16 with a float32
+transformers model on the same weights; transformers' own bfloat16 error is the measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "detokenize": False}
+LENGTHS = (7, 40, 129, 16, 1, 300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=2048, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.06,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.2 * torch.randn_like(parameter)
+    path = str(tmp_path_factory.mktemp("llama"))
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> Iterator[Any]:
+    import insitu
+
+    arguments = {"dtype": "bfloat16", "max_model_len": 1024, "gpu_memory_utilization": 0.3}
+    with insitu.VLLM(folder, dispatch=True, skip_tokenizer_init=True, **arguments) as model:
+        config = model.vllm_entrypoint.llm_engine.vllm_config
+        assert not config.model_config.enforce_eager
+        assert config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        yield model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 2048, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def paths(model: Any) -> tuple[int, int]:
+    stats = model.stats()
+    return stats.eager_steps, stats.plain_steps
+
+
+def test_values_are_as_near_to_float32_as_transformers_own(model: Any, folder: str, prompts: list[list[int]]) -> None:
+    from transformers import LlamaForCausalLM
+
+    with model.trace(**SETTINGS) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                streams = [stream for stream in model.resid_post].save()
+    oracles = [
+        LlamaForCausalLM.from_pretrained(folder, dtype=dtype).cuda() for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for prompt, ours in zip(prompts, streams, strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([prompt]).cuda()
+            exact, rounded = [oracle(ids, output_hidden_states=True).hidden_states[1:-1] for oracle in oracles]
+        for mine, want, theirs in zip(ours, exact, rounded, strict=False):
+            assert mine.shape == want[0].shape
+            own = (theirs[0].float() - want[0]).abs().max()
+            assert (mine.cuda().float() - want[0]).abs().max() <= 1.5 * own + 1e-3 * want.abs().max()
+
+
+def test_a_block_that_reads_the_prompt_costs_one_eager_step(model: Any, prompts: list[list[int]]) -> None:
+    eager, plain = paths(model)
+    with model.trace(prompts[0], **SETTINGS):
+        hidden = model.model.layers[3].output[0].save()
+    assert hidden.shape == (len(prompts[0]), 512)
+    assert paths(model)[0] - eager == 1
+    assert paths(model)[1] - plain >= 11
+
+
+def test_a_block_that_reads_every_step_makes_every_step_eager(model: Any, prompts: list[list[int]]) -> None:
+    eager, _ = paths(model)
+    with model.trace(**SETTINGS) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                rows, tokens = [].save(), [].save()
+                for _ in tracer.iter[:]:
+                    rows.append(model.model.layers[3].output[0])
+                    tokens.append(model.samples.item())
+                result = tracer.result.save()
+    assert paths(model)[0] - eager == 12
+    for prompt, seen, drawn, output in zip(prompts, rows, tokens, result, strict=True):
+        assert [one.shape[0] for one in seen] == [len(prompt)] + [1] * 11
+        assert drawn == list(output.outputs[0].token_ids)
+
+
+def test_logits_and_samples_leave_the_graphs_on(model: Any, prompts: list[list[int]]) -> None:
+    eager, _ = paths(model)
+    with model.trace(prompts[1], **SETTINGS) as tracer:
+        model.logits[:, 5] = torch.inf
+        model.samples  # noqa: B018
+        tracer.next()
+        model.samples[:] = 77
+        result = tracer.result.save()
+    assert list(result.outputs[0].token_ids[:2]) == [5, 77]
+    assert paths(model)[0] == eager
+
+
+def test_an_edit_reaches_its_own_request_only(model: Any, prompts: list[list[int]]) -> None:
+    def logits(edited: bool) -> list[Any]:
+        with model.trace(**SETTINGS) as tracer:
+            for number, prompt in enumerate(prompts):
+                with tracer.invoke(prompt):
+                    if edited and number % 2:
+                        model.model.layers[2].mlp.output[:] = 0
+                    seen = model.logits.save()
+        return seen
+
+    for number, (before, after) in enumerate(zip(logits(False), logits(True), strict=True)):
+        difference = (before - after).abs().max() / before.abs().max()
+        assert difference > 0.1 if number % 2 else difference < 0.02
+
+
+def test_stop_errors_and_nothing_left(model: Any, prompts: list[list[int]]) -> None:
+    with model.trace(prompts[0], **{**SETTINGS, "max_tokens": 50}) as tracer:
+        for step in tracer.all():
+            if step == 3:
+                tracer.stop()
+        result = tracer.result.save()
+    assert len(result.outputs[0].token_ids) == 4
+    assert result.outputs[0].finish_reason == "stop"
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(prompts[0], **SETTINGS):
+            1 / 0
+    assert model.in_flight() == 0
