@@ -73,6 +73,7 @@ class InProcess:
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
             vocab_size=config.model_config.get_vocab_size(),
         )
+        self._speculative = config.speculative_config is not None
         self._loop = EngineLoop(llm)
         self._failure: BaseException | None = None
 
@@ -98,6 +99,11 @@ class InProcess:
         check_sampling(settings)
 
     def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
+        if self._speculative:
+            raise RequestError(
+                "this engine decodes speculatively: a step computes rows of tokens that may be thrown away, which "
+                "a block can't be shown yet. Load the model without speculative_config to trace it"
+            )
         check_sampling(settings)
         params = sampling_params(settings)
         return Prepared(as_prompt(prompt, self.tokenizer, self._limits), params, settings.get("lora_request"))

@@ -37,8 +37,8 @@ class TracedScheduler(Scheduler):
     def _whole_prompts(self, limit: int) -> int:
         """How many waiting requests can begin in this step before a traced prompt would be split.
 
-        Never 0 while nothing runs: a traced prompt larger than a whole step is refused when it is
-        submitted. One that is resumed may be split, since its block sees no more of it.
+        Never 0 while nothing runs: a traced prompt larger than a whole step is split, and its block
+        told. One that is resumed may be split, since its block sees no more of it.
         """
         budget = self.max_num_scheduled_tokens - sum(map(_tokens_left, self.running))
         count = 0
@@ -46,7 +46,7 @@ class TracedScheduler(Scheduler):
             if count >= limit:
                 return limit
             tokens = _tokens_left(request)
-            if tokens > budget and not request.num_preemptions and job_id(request.sampling_params) is not None:
+            if budget < tokens <= self.max_num_scheduled_tokens and _is_to_be_whole(request):
                 return count
             # At most so many: those before it may find parts of theirs in the prefix cache.
             budget -= tokens
@@ -74,6 +74,10 @@ class _Sync(TracedScheduler):
 
 class _Async(TracedScheduler, AsyncScheduler):
     pass
+
+
+def _is_to_be_whole(request: Request) -> bool:
+    return request.num_preemptions == 0 and job_id(request.sampling_params) is not None
 
 
 def _tokens_left(request: Request) -> int:
