@@ -83,6 +83,8 @@ class InProcess:
 
     @property
     def tokenizer(self) -> Any:
+        if self.llm.llm_engine.tokenizer is None:
+            raise EngineError("this engine was built with skip_tokenizer_init: give prompts as token ids")
         return self.llm.get_tokenizer()
 
     def in_flight(self) -> int:
@@ -106,7 +108,7 @@ class InProcess:
             )
         check_sampling(settings)
         params = sampling_params(settings)
-        return Prepared(as_prompt(prompt, self.tokenizer, self._limits), params, settings.get("lora_request"))
+        return Prepared(as_prompt(prompt, lambda: self.tokenizer, self._limits), params, settings.get("lora_request"))
 
     def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
         """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from insitu.block import ArgumentError, EngineError
 from insitu.block.tracebacks import user_lines
-from insitu.engine.prompts import are_several
+from insitu.engine.prompts import are_several, token_ids
+from insitu.engine.tokens import positions_of
 from insitu.engine.trace import Trace
 from insitu.tree import LOGITS, SAMPLES, LayerStream, Listing, Node, session_for
 
@@ -111,6 +112,25 @@ class VLLM:
                 if self._engine is None:
                     self._engine = _in_process().launch(self._repo, self._engine_args)
         return self._engine
+
+    @overload
+    def positions_of(self, text: str, prompt: Any, *, occurrence: int = 0) -> range: ...
+    @overload
+    def positions_of(self, text: str, prompt: Any, *, every: Literal[True]) -> list[range]: ...
+    @user_lines
+    def positions_of(self, text: str, prompt: Any, *, occurrence: int = 0, every: bool = False) -> Any:
+        """The positions of the tokens of ``prompt`` that ``text`` lies in, wholly or in part, as a range::
+
+            hidden[model.positions_of("Eiffel Tower", prompt)]
+
+        ``prompt`` is anything that ``trace`` takes; of a chat, the text is what the chat template makes.
+        ``occurrence`` counts from 0, negative ones from the end; ``every=True`` gives a list of all.
+        Raises ``PromptError``, which lists the tokens, if ``text`` does not occur.
+        """
+        tokenizer = self.tokenizer
+        ids = token_ids(prompt, lambda: tokenizer)
+        source = prompt if isinstance(prompt, str) else None
+        return positions_of(tokenizer, ids, text, occurrence, every, source)
 
     # -- running blocks -------------------------------------------------------------------
 

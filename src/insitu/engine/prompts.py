@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,10 @@ class Limits:
     vocab_size: int
 
 
-def as_prompt(prompt: Any, tokenizer: Any, limits: Limits) -> dict[str, Any]:
+_NO_LIMITS = Limits(sys.maxsize, sys.maxsize, sys.maxsize)
+
+
+def as_prompt(prompt: Any, tokenizer: Callable[[], Any], limits: Limits) -> dict[str, Any]:
     """One prompt as a vLLM prompt dictionary, with token ids wherever it is text.
 
     Takes a string, token ids (a list, or a tensor or array of one sequence), a tokenizer's output
@@ -35,6 +39,14 @@ def as_prompt(prompt: Any, tokenizer: Any, limits: Limits) -> dict[str, Any]:
     return _checked({"prompt_token_ids": _ids(prompt)}, limits)
 
 
+def token_ids(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
+    """The ids that a prompt of any kind comes to, its length not checked."""
+    found = as_prompt(prompt, tokenizer, _NO_LIMITS).get("prompt_token_ids")
+    if found is None:
+        raise PromptError("this prompt has embeddings or other data instead of text, so that its tokens are not known")
+    return found
+
+
 def are_several(prompt: Any) -> bool:
     """Whether this is a list of prompts, and not one prompt that happens to be a list."""
     if not isinstance(prompt, (list, tuple)) or not prompt:
@@ -45,7 +57,7 @@ def are_several(prompt: Any) -> bool:
     return not isinstance(first, int)
 
 
-def _from_mapping(prompt: Mapping[str, Any], tokenizer: Any, limits: Limits) -> dict[str, Any]:
+def _from_mapping(prompt: Mapping[str, Any], tokenizer: Callable[[], Any], limits: Limits) -> dict[str, Any]:
     if "input_ids" in prompt:
         ids, mask = _ids(prompt["input_ids"]), prompt.get("attention_mask")
         if mask is not None:
@@ -65,19 +77,19 @@ def _from_mapping(prompt: Mapping[str, Any], tokenizer: Any, limits: Limits) -> 
     )
 
 
-def _encoded(text: str, tokenizer: Any) -> list[int]:
+def _encoded(text: str, tokenizer: Callable[[], Any]) -> list[int]:
     if not text:
         raise PromptError("the prompt is empty: give at least one token")
-    return tokenizer(text)["input_ids"]
+    return tokenizer()(text)["input_ids"]
 
 
-def _chat_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def _chat_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Callable[[], Any]) -> list[int]:
     for message in chat:
         if not {"role", "content"} <= message.keys():
             raise PromptError(f"a chat is a list of {{'role', 'content'}}; one message has {', '.join(message)}")
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer(), "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template: write the prompt as one string")
-    ids = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=True)
+    ids = tokenizer().apply_chat_template(list(chat), add_generation_prompt=True, tokenize=True)
     return _ids(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
 

@@ -191,10 +191,10 @@ class BlockRun:
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._model.call(path, args, kwargs)
 
-    def token_ids(self) -> tuple[Sequence[int] | None, list[int]]:
+    def drawn_ids(self) -> list[int]:
         if not self.in_step:
             traps.wait(STEP)  # the step that the block is in begins when the one before has drawn its token
-        return self.prompt, [int(ids[row]) for ids, row in self.drawn]
+        return [int(ids[row]) for ids, row in self.drawn]
 
     def cache(self, modules: Any, **settings: Any) -> Cache:
         recorder = Recorder(self._model.modules, modules, first_step=self.step, **settings)

@@ -70,6 +70,10 @@ class ModuleTable:
         return None
 
     def outline(self) -> Outline:
+        return self._outline
+
+    @cached_property
+    def _outline(self) -> Outline:
         return Outline({path: _described(module) for path, module in self.by_path.items()})
 
 

@@ -63,8 +63,11 @@ class Session(Protocol):
         """Applies the module at ``path`` to values of the block."""
         ...
 
-    def token_ids(self) -> tuple[Sequence[int] | None, list[int]]:
-        """The ids of the prompt, unless it was given by embeddings, and those drawn before this step."""
+    prompt: Sequence[int] | None
+    """Token ids of the prompt; None if it was given by embeddings."""
+
+    def drawn_ids(self) -> list[int]:
+        """The ids drawn in the steps before this one."""
         ...
 
     def cache(self, modules: Any, **settings: Any) -> Any:
