@@ -1,22 +1,10 @@
-"""Tiny random models of every architecture that insitu knows, and where transformers computes their streams."""
+"""Small configs of every architecture that insitu knows, and where transformers computes their streams."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
-from transformers import AutoModelForCausalLM
-
-from tests import models
 
 LAYERS, WIDTH, HEADS, KV_HEADS, CONTEXT, EXPERTS = 3, 128, 4, 2, 256, 4
 HEAD = WIDTH // HEADS
@@ -31,6 +19,8 @@ _PLAIN = {
 _GROUPED = {**_PLAIN, "num_key_value_heads": KV_HEADS}
 _HEADED = {**_GROUPED, "head_dim": HEAD}
 _GPT = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "n_positions": CONTEXT}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}
+_ROPE |= {"original_max_position_embeddings": 8}
 _WINDOWED = ["full_attention", "sliding_attention", "full_attention"]
 
 
@@ -91,6 +81,7 @@ _DENSE = ("pos_embed", "router_logits")
 _PARALLEL = ("pos_embed", "resid_mid", "router_logits")
 _EXPERTS = ("pos_embed",)
 _GEMMA = {**_HEADED, "hidden_activation": "gelu_pytorch_tanh"}
+_UNCAPPED = {"final_logit_softcapping": None}
 _GRANITE = {
     **_GROUPED,
     "embedding_multiplier": 3.0,
@@ -150,6 +141,74 @@ ARCHITECTURES: dict[str, Architecture] = {
         _MOE,
         _EXPERTS,
         note="shared expert; layer 0 dense",
+    ),
+    "mellum": Architecture(
+        "MellumConfig",
+        {
+            **_HEADED,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": WIDTH,
+            "sliding_window": 8,
+            "layer_types": _WINDOWED,
+        },
+        _MOE,
+        _EXPERTS,
+    ),
+    "flex_olmo": Architecture(
+        "FlexOlmoConfig",
+        {**_GROUPED, "num_experts": EXPERTS, "num_experts_per_tok": 2, "pad_token_id": 0},
+        replace(_SANDWICH, router="mlp.gate"),
+        _EXPERTS,
+        note="norms after sublayers",
+    ),
+    "glm4_moe": Architecture(
+        "Glm4MoeConfig",
+        {
+            **_HEADED,
+            "n_routed_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": WIDTH,
+            "first_k_dense_replace": 1,
+        },
+        _MOE,
+        _EXPERTS,
+        note="shared expert; layer 0 dense",
+    ),
+    "minimax_m2": Architecture(
+        "MiniMaxM2Config",
+        {
+            **_HEADED,
+            "num_local_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "rotary_dim": HEAD,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+        _MOE,
+        _EXPERTS,
+    ),
+    "hunyuan_moe": Architecture(
+        "HunYuanMoEV1Config",
+        {
+            **_HEADED,
+            "num_experts": EXPERTS,
+            "moe_topk": 2,
+            "moe_intermediate_size": 2 * WIDTH,
+            "use_mixed_mlp_moe": True,
+            "num_shared_expert": 1,
+            "use_qk_norm": True,
+        },
+        Reference(router="mlp.gate.wg"),
+        _EXPERTS,
+        note="shared expert",
+    ),
+    "granite_moe_shared": Architecture(
+        "GraniteMoeSharedConfig",
+        {**_GRANITE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "shared_intermediate_size": WIDTH},
+        Reference(mlp="block_sparse_moe", multiplier=0.22, router="block_sparse_moe.router"),
+        ("pos_embed", "mlp_out"),
+        note="multipliers; experts and shared expert are added by the layer itself",
     ),
     "gpt2": Architecture("GPT2Config", _GPT, _GPT2, ("router_logits",), quick=True, note="learned positions"),
     "llama": Architecture("LlamaConfig", _HEADED, quick=True),
@@ -285,6 +344,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "jais2": Architecture("Jais2Config", _HEADED, absent=_PARALLEL, note="sums the stream after attention up twice"),
     "nemotron": Architecture("NemotronConfig", _GROUPED),
     "seed_oss": Architecture("SeedOssConfig", _HEADED),
+    "cwm": Architecture("CwmConfig", {**_HEADED, "sliding_window": 8, "layer_types": _WINDOWED}),
+    "ministral3": Architecture("Ministral3Config", {**_HEADED, "rope_parameters": _ROPE}),
+    "helium": Architecture("HeliumConfig", _HEADED, note="vLLM runs transformers' own code"),
+    "vaultgemma": Architecture(
+        "VaultGemmaConfig",
+        {**_GEMMA, "query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": _WINDOWED} | _UNCAPPED,
+        note="scaled embedding; vLLM runs transformers' own code, and does not cap its logits",
+    ),
     "smollm3": Architecture("SmolLM3Config", {**_GROUPED, "pad_token_id": 0}, note="vLLM runs transformers' own code"),
     "gpt_bigcode": Architecture(
         "GPTBigCodeConfig",
@@ -294,39 +361,3 @@ ARCHITECTURES: dict[str, Architecture] = {
         note="learned positions; vLLM runs transformers' own code",
     ),
 }
-
-
-def tiny(name: str) -> str:
-    """The folder of the tiny model of an architecture, always with the same weights."""
-    digest = hashlib.sha256(repr(ARCHITECTURES[name]).encode() + Path(models.__file__).read_bytes())
-    folder = models.CACHE / f"{name}-{digest.hexdigest()[:12]}-{transformers.__version__}"
-    if not folder.exists():
-        models.CACHE.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(dir=models.CACHE)
-        _build(name, scratch)
-        try:
-            os.replace(scratch, folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(scratch)
-    return str(folder)
-
-
-def _build(name: str, folder: str) -> None:
-    architecture = ARCHITECTURES[name]
-    tokenizer = models._tokenizer()
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    common = {"vocab_size": len(tokenizer), "dtype": "float32", "initializer_range": 0.2, **ids}
-    config = getattr(transformers, architecture.config)(**{**common, **architecture.settings})
-    with torch.random.fork_rng():
-        torch.manual_seed(list(ARCHITECTURES).index(name))
-        model = AutoModelForCausalLM.from_config(config).eval()
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms' scales and biases: a model of ones and zeros hides mistakes
-                parameter.data += 0.2 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def model_class(name: str) -> str:
-    """The model class that the config asks for."""
-    return json.loads((Path(tiny(name)) / "config.json").read_text())["architectures"][0]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import insitu
-from tests.architectures.configs import ARCHITECTURES, tiny
+from tests.architectures.configs import ARCHITECTURES
 from tests.architectures.reference import oracle
+from tests.architectures.tiny import tiny
 
 
 def params(names: list[str]) -> list[Any]:

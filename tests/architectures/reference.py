@@ -13,7 +13,8 @@ import transformers
 from torch import nn
 
 from tests import models
-from tests.architectures.configs import ARCHITECTURES, LAYERS, Reference, model_class, tiny
+from tests.architectures.configs import ARCHITECTURES, LAYERS, Reference
+from tests.architectures.tiny import model_class, tiny
 
 Edit = Callable[[torch.Tensor], torch.Tensor]
 
@@ -80,8 +81,9 @@ def streams(name: str, ids: Sequence[int], edit: tuple[str, int | None, Edit] | 
         found._set("resid_post", i, out[layer])
         router = f"{layer}.{at.router}"
         if at.router and router in seen:
-            weight = model.get_submodule(router).weight
-            found._set("router_logits", i, seen[router].input @ weight.T)
+            module = model.get_submodule(router)
+            given = seen[router].input.reshape(-1, module.weight.shape[-1])
+            found._set("router_logits", i, nn.functional.linear(given, module.weight, getattr(module, "bias", None)))
     return found
 
 

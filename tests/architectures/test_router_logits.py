@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests import models
-from tests.architectures.configs import ARCHITECTURES, EXPERTS, tiny
+from tests.architectures.configs import ARCHITECTURES, EXPERTS
 from tests.architectures.conftest import engine, params
 from tests.architectures.reference import streams
+from tests.architectures.tiny import tiny
 from tests.engine.helpers import PROMPT, assert_close
 
 NAMES = [name for name, architecture in ARCHITECTURES.items() if architecture.has_experts]
@@ -37,14 +38,14 @@ def test_an_expert_with_minus_infinity_is_never_chosen(name: str, model: Any, ex
     with model.trace(temperature=0.0, max_tokens=1) as tracer:
         with tracer.invoke(PROMPT):
             logits = model.router_logits[1].save()
-            plain = model.mlp_out[1].save()
+            plain = model.resid_post[1].save()
         with tracer.invoke(PROMPT):
             without(model.router_logits[1])
-            edited = model.mlp_out[1].save()
+            edited = model.resid_post[1].save()
     ids = models.encode(tiny(name), PROMPT)
     assert logits.shape == (len(ids), EXPERTS)
     assert_close(logits, streams(name, ids)["router_logits", 1], "router_logits")
-    assert_close(edited, streams(name, ids, ("router_logits", 1, without))["mlp_out", 1], "mlp_out")
+    assert_close(edited, streams(name, ids, ("router_logits", 1, without))["resid_post", 1], "resid_post")
     chosen = (logits.topk(2).indices == expert).any(-1)
     changed = ~torch.isclose(edited, plain, atol=1e-4).all(-1)
     assert changed[chosen].all()

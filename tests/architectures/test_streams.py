@@ -12,8 +12,9 @@ import torch
 
 import insitu
 from tests import models
-from tests.architectures.configs import ARCHITECTURES, LAYERS, tiny
+from tests.architectures.configs import ARCHITECTURES, LAYERS
 from tests.architectures.reference import Streams, streams
+from tests.architectures.tiny import tiny
 from tests.engine.helpers import BOUND, PROMPT, assert_close, difference
 
 FOUND = Path(__file__).resolve().parent.parent.parent / "build" / "architectures.json"
@@ -87,12 +88,11 @@ def write_down(name: str, model: Any, largest: float) -> None:
 def test_what_is_added_adds_up_to_the_stream(name: str, model: Any) -> None:
     found = everything(name, model)
     for i in range(LAYERS):
-        before, attn, mlp = found["resid_pre", i], found["attn_out", i], found["mlp_out", i]
+        middle = found["resid_pre", i] + found["attn_out", i]
         if ("resid_mid", i) in found:
-            assert_close(before + attn, found["resid_mid", i], f"resid_mid[{i}]", 1e-6)
-            assert_close(found["resid_mid", i] + mlp, found["resid_post", i], f"resid_post[{i}]", 1e-6)
-        elif name != "opt_post_norm":
-            assert_close(before + attn + mlp, found["resid_post", i], f"resid_post[{i}]", 1e-6)
+            assert_close(middle, found["resid_mid", i], f"resid_mid[{i}]", 1e-6)
+        if ("mlp_out", i) in found and name != "opt_post_norm":
+            assert_close(middle + found["mlp_out", i], found["resid_post", i], f"resid_post[{i}]", 1e-6)
         if i < LAST:
             assert found["resid_post", i].equal(found["resid_pre", i + 1])
 
@@ -128,16 +128,60 @@ def test_names_that_are_not_computed_say_so(name: str, model: Any) -> None:
 
 
 def test_each_decoded_token_is_a_row_of_the_stream(name: str, model: Any) -> None:
+    keys = [key for key in ("resid_pre", "attn_out", "mlp_out", "resid_post") if computed(name, 1, key)]
     with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
-        rows = [].save()
+        steps = [].save()
         for _ in tracer.iter[:]:
-            rows.append([model.attn_out[1], model.mlp_out[1], model.resid_post[1]])
+            steps.append([read(model, key, 1) for key in keys])
         result = tracer.result.save()
     ids = [*ids_of(name), *result.outputs[0].token_ids[:-1]]
     wanted = streams(name, ids)
-    assert [each[2].shape[0] for each in rows] == [len(ids_of(name)), 1, 1]
-    for key, values in zip(("attn_out", "mlp_out", "resid_post"), zip(*rows, strict=True), strict=True):
-        assert_close(torch.cat(values), wanted[key, 1], key)
+    assert [rows[0].shape[0] for rows in steps] == [len(ids_of(name)), 1, 1]
+    for key, rows in zip(keys, zip(*steps, strict=True), strict=True):
+        assert_close(torch.cat(rows), wanted[key, 1], key)
+
+
+def test_modules_have_no_batch_axis(name: str, model: Any) -> None:
+    """Not even where vLLM runs transformers' own code, whose tensors have one."""
+    layer = model.get(layers_of(model))[1]
+    with model.trace(temperature=0.0, max_tokens=1) as tracer:
+        with tracer.invoke(PROMPT):
+            output = layer.output.save()
+        with tracer.invoke(PROMPT):
+            layer.output = twice(layer.output)
+            written = model.resid_post[1].save()
+    stream = everything(name, model)["resid_post", 1]
+    assert first(output).shape == stream.shape
+    assert_close(written, 2 * stream)
+
+
+def layers_of(model: Any) -> str:
+    paths = (
+        "transformer.h",
+        "transformer.blocks",
+        "gpt_neox.layers",
+        "model.decoder.layers",
+        "model.layers",
+        "model.h",
+    )
+    return next(path for path in paths if has(model, path))
+
+
+def has(model: Any, path: str) -> bool:
+    try:
+        return len(model.get(path)) > 0
+    except insitu.UnknownModuleError:
+        return False
+
+
+def first(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def twice(output: Any) -> Any:
+    return (
+        output * 2 if isinstance(output, torch.Tensor) else tuple(each if each is None else each * 2 for each in output)
+    )
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

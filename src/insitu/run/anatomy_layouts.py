@@ -47,6 +47,10 @@ _NORMED_STREAM = {
     "resid_mid": "the stream itself is normed after attention and after the MLP, so that resid_pre + attn_out is "
     "not what the MLP's output is added to: use resid_pre, attn_out, mlp_out and resid_post"
 }
+_ADDED_BY_LAYER = {
+    "mlp_out": "the layer itself adds the shared expert's output to the experts', so that no module returns the sum: "
+    "read resid_post - resid_mid, write the outputs of block_sparse_moe and shared_mlp"
+}
 _NO_NORM = {"final_norm": "the stream is unembedded as the last layer leaves it: unembed(resid_post[last])"}
 
 _PLAIN = Layout()
@@ -63,6 +67,10 @@ def _granite(config: Any) -> Layout:
 
 def _granite_moe(config: Any) -> Layout:
     return replace(_granite(config), mlp="block_sparse_moe", router="block_sparse_moe.gate")
+
+
+def _granite_moe_shared(config: Any) -> Layout:
+    return replace(_granite_moe(config), absent=_ADDED_BY_LAYER if config.shared_intermediate_size else {})
 
 
 def _hyperclovax(config: Any) -> Layout:
@@ -111,6 +119,7 @@ VLLM_MODELS: dict[str, Row] = {
     "Ernie4_5_MoeForCausalLM": replace(_LLAMA, router="mlp.gate"),
     "Exaone4ForCausalLM": _POST_NORM,
     "FalconForCausalLM": _falcon,
+    "FlexOlmoForCausalLM": replace(_POST_NORM, router="mlp.gate"),
     "GPT2LMHeadModel": _GPT2,
     "GPTJForCausalLM": replace(_GPT2, pos_embed="", absent=_PARALLEL),
     "GPTNeoXForCausalLM": _gpt_neox,
@@ -119,15 +128,20 @@ VLLM_MODELS: dict[str, Row] = {
     "Gemma3ForCausalLM": _SANDWICH,
     "GlmForCausalLM": _LLAMA,
     "Glm4ForCausalLM": replace(_LLAMA, attn="post_self_attn_layernorm", mlp="post_mlp_layernorm"),
+    "Glm4MoeForCausalLM": replace(_LLAMA, router="mlp.gate"),
     "GraniteForCausalLM": _granite,
     "GraniteMoeForCausalLM": _granite_moe,
+    "GraniteMoeSharedForCausalLM": _granite_moe_shared,
     "HunYuanDenseV1ForCausalLM": _LLAMA,
+    "HunYuanMoEV1ForCausalLM": replace(_LLAMA, router="mlp.gate"),
     "HyperCLOVAXForCausalLM": _hyperclovax,
     "Jais2ForCausalLM": replace(_LLAMA, absent=_SUMMED_TWICE),
     "LlamaForCausalLM": _LLAMA,
     "MPTForCausalLM": Layout(
         "transformer.blocks", "transformer.wte", "transformer.norm_f", "attn", mlp="ffn", mid="norm_2"
     ),
+    "MellumForCausalLM": replace(_LLAMA, router="mlp.experts.gate"),
+    "MiniMaxM2ForCausalLM": replace(_LLAMA, mlp="block_sparse_moe", router="block_sparse_moe.gate"),
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": replace(_LLAMA, mlp="block_sparse_moe", router="block_sparse_moe.gate"),
     "NemotronForCausalLM": _LLAMA,
@@ -146,8 +160,10 @@ VLLM_MODELS: dict[str, Row] = {
 
 TRANSFORMERS_TRUNKS: dict[str, Row] = {
     "GPTBigCodeModel": Layout("model.h", "model.wte", "model.ln_f", "attn", mid="ln_2", pos_embed="model.wpe"),
+    "HeliumModel": _PLAIN,
     "OlmoModel": _PLAIN,
     "Olmo2Model": _POST_NORM,
     "SmolLM3Model": _PLAIN,
     "Starcoder2Model": _PLAIN,
+    "VaultGemmaModel": replace(_PLAIN, mid="pre_feedforward_layernorm"),
 }
