@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 
@@ -57,6 +59,30 @@ def closing(offset: float) -> torch.nn.Module:
             return torch.add(x, offset) * times
 
     return Closing()
+
+
+def noted(function):
+    @functools.wraps(function)
+    def around(*args, **kwargs):
+        notes.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return around
+
+
+notes: list[str] = []
+
+
+class Decorated(torch.nn.Module):
+    @noted
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return doubled(x) + 1.0
+
+
+@noted
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0
 
 
 class Spread(torch.nn.Module):

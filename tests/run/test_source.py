@@ -273,6 +273,24 @@ def test_super_private_names_closures_and_defaults() -> None:
     assert torch.equal(packed.alone(rows(1), lambda: source(packed).mul_0.output), (rows(1) + 4) * 2)
 
 
+def test_what_is_behind_decorators_and_they_still_run() -> None:
+    packed = packed_with(forwards.Decorated())
+    assert dir(source(packed)) == ["add_0", "doubled_0"]
+    forwards.notes.clear()
+    product, total, output = packed.alone(
+        rows(1),
+        lambda: (
+            source(packed).doubled_0.source.mul_0.output,
+            source(packed).add_0.output,
+            packed.nodes.layers[0].mlp.output,
+        ),
+    )
+    assert forwards.notes == ["forward", "doubled"]
+    assert torch.equal(product, rows(1) * 2)
+    assert torch.equal(total, rows(1) * 2 + 1)
+    assert torch.equal(output, total)
+
+
 def test_the_root_module_has_a_source() -> None:
     packed = packed_with(forwards.Mixed())
 

@@ -158,13 +158,9 @@ class Interleaver:
             late = run.at in _TAIL or 0 < self.order.position(end) <= run.position
             late = late or (not self.order.complete and end in self.order and self._open)
         if ops and place.path in self._active:
-            late = late or (self.ops.has_passed(place) and not any(op.loops for op in ops))
-            if not late and (around := self.ops.missed(place)):
-                raise LocationError(
-                    f"`{place}` can't be served: `{around}` is under way, and began before the block asked for an "
-                    f"operation in it. Read the operation before the places inside `{around}`, or name `.source` in "
-                    f"the block's own text"
-                )
+            late = late or self.ops.has_gone_by(place, ops)
+            if not late:
+                self.ops.require_stops(place)
         if late:
             after = f" The block is at `{run.at}`, which comes after it." if run.at else ""
             raise OutOfOrderError(
@@ -266,7 +262,13 @@ class Interleaver:
         if isinstance(function, _METHODS) and isinstance(function.__self__, torch.Tensor):
             # The tensor of a method is its first input.
             function, args = getattr(type(function.__self__), function.__name__), (function.__self__, *args)
-        return self._pass(path, f"{within}.{name}" if within else name, function, args, kwargs)
+        op = f"{within}.{name}" if within else name
+        if self.ops.is_wanted(path, op):
+            return self._pass(path, op, function, args, kwargs)
+        value = self.ops.run_unwatched(path, op, function, args, kwargs)
+        self._note_module(function)
+        # A module that it calls may have been where a block came to ask for its output.
+        return self._serve_if_awaited(Place(path, "output", op), value) if self.ops.is_wanted(path, op) else value
 
     def _pass(self, path: str, op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call in the forward, with what happens before and after it."""
@@ -277,12 +279,17 @@ class Interleaver:
             value = self._beginning(leave, function)(*args, **kwargs)
         finally:
             self.ops.end(path, op)
-        if op and isinstance(function, torch.nn.Module):
-            called = self.modules.path_now(function, self._active)
-            self._reached = max(self._reached, self.order.position(Place(called or "", "output")))
+        if op:
+            self._note_module(function)
         if kept is not None:
             kept.put_back()
         return self._serve_if_awaited(leave, value)
+
+    def _note_module(self, called: Any) -> None:
+        """What an operation called, once it is over: if it is a module, its places have gone by."""
+        if isinstance(called, torch.nn.Module):
+            path = self.modules.path_now(called, self._active)
+            self._reached = max(self._reached, self.order.position(Place(path or "", "output")))
 
     def _beginning(self, leave: Place, function: Callable[..., Any]) -> Callable[..., Any]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -55,7 +56,7 @@ def _helpers(used: set[str], names: Mapping[str, Any]) -> Iterator[FunctionType]
             yield value
 
 
-def _names_of(function: FunctionType) -> dict[str, Any]:
+def _names_of(function: FunctionType) -> Mapping[str, Any]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     closed: dict[str, Any] = {}
     for name, cell in cells:
@@ -63,4 +64,4 @@ def _names_of(function: FunctionType) -> dict[str, Any]:
             closed[name] = cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    return {**function.__globals__, **closed}
+    return ChainMap(closed, function.__globals__)

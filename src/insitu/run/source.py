@@ -61,7 +61,7 @@ class Rewritten:
         elif root in (*code.co_varnames, *code.co_cellvars):
             raise LookupError(root)
         else:
-            value = {**vars(builtins), **function.__globals__}[root]
+            value = function.__globals__[root] if root in function.__globals__ else vars(builtins)[root]
         try:
             return functools.reduce(getattr, attributes, value)
         except AttributeError as error:

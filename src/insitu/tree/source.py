@@ -38,7 +38,7 @@ class Listing:
     def find(self, name: str) -> Operation | None:
         return next((each for each in self.operations if each.name == name), None)
 
-    def require(self, name: str, where: str) -> Operation:
+    def require(self, name: str, within: Place) -> Operation:
         """The operation; ``UnknownModuleError``, naming the nearest, if there is none of that name."""
         found = self.find(name)
         if found is not None:
@@ -47,7 +47,7 @@ class Listing:
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"; the nearest is `{close[0]}`" if close else ""
         has = ", ".join(names) if names else "no operations"
-        raise UnknownModuleError(f"`{where}` ({self.title}) has no operation `{name}`{hint}; it has {has}")
+        raise UnknownModuleError(f"`{within.call}.source` ({self.title}) has no operation `{name}`{hint}; it has {has}")
 
     def render(self) -> str:
         """The text with line numbers, and beside each line the names of its operations."""
@@ -85,7 +85,7 @@ class Source:
             raise AttributeError(name)
         listing = self._listing()
         if listing is not None:
-            listing.require(name, self._name())
+            listing.require(name, Place(self._path, "", self._op))
         return OperationNode(self._path, f"{self._op}.{name}" if self._op else name, self._lister)
 
     def __setattr__(self, name: str, value: Any) -> None:
