@@ -1,0 +1,196 @@
+"""Engines of other kinds than the float32, eager one: compiled, bfloat16, with adapters, embeddings, drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import insitu
+from tests import models
+from tests.engine.helpers import (
+    PROMPT,
+    assert_close,
+    assert_greedy,
+    hf,
+    hf_edited,
+    hf_stream,
+    ids_of,
+    own_engine,
+    plain,
+)
+from tests.models import LAYERS, WIDTH
+
+pytestmark = pytest.mark.slow  # an engine for nearly every test
+
+
+def tokens_of(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def compiled(engines: Any) -> Iterator[Any]:
+    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=4) as model:
+        assert model.vllm_entrypoint.llm_engine.vllm_config.compilation_config.mode != 0
+        yield model
+
+
+def test_values_and_edits_in_a_compiled_engine(compiled: Any) -> None:
+    ids, stream = ids_of("llama"), hf_stream("llama", ids_of("llama"))
+    (before,) = plain(compiled, [ids], max_tokens=6, ignore_eos=True)
+    with compiled.trace(ids, temperature=0.0, max_tokens=6, ignore_eos=True) as tracer:
+        embed = compiled.embed.save()
+        into = compiled.model.layers[1].self_attn.qkv_proj.input.save()
+        resid = [compiled.resid_post[layer] for layer in range(1, LAYERS)].save()
+        trunk = compiled.model.output.save()
+        logits = compiled.logits.save()
+        result = tracer.result.save()
+    assert_close(embed, stream.embed)
+    assert_close(into, hf("llama", ids)["model.layers.1.self_attn.q_proj"].input)
+    for layer, value in enumerate(resid, start=1):
+        assert_close(value, stream.resid_post[layer], f"layer {layer}")
+    assert_close(trunk, stream.final_norm)
+    assert_close(logits, stream.logits[-1:])
+    assert tokens_of(result) == tokens_of(before)
+    with compiled.trace(ids, max_tokens=1):
+        compiled.resid_post[1][:] *= 2
+        logits = compiled.logits.save()
+    wanted = hf_edited("llama", ids, {"model.layers.1": lambda x: x * 2})
+    assert_close(logits, wanted[""].output["logits"][-1:])
+    (after,) = plain(compiled, [ids], max_tokens=6, ignore_eos=True)
+    assert tokens_of(after) == tokens_of(before)
+
+
+def test_only_steps_that_a_block_waits_in_leave_the_compiled_path(compiled: Any) -> None:
+    before = compiled.stats()
+    with compiled.trace(PROMPT, temperature=0.0, max_tokens=8, ignore_eos=True) as tracer:
+        compiled.resid_post[3]
+        later = [].save()
+        for _ in tracer.iter[5:6]:
+            later.append(compiled.resid_post[3])
+        result = tracer.result.save()
+    after = compiled.stats()
+    assert after.eager_steps - before.eager_steps == 2
+    assert after.plain_steps - before.plain_steps == 6
+    drawn = tokens_of(result)
+    assert_close(later[0], hf_stream("llama", [*ids_of("llama"), *drawn[:5]]).resid_post[3][-1:])
+    assert_greedy("llama", ids_of("llama"), drawn)
+
+
+def test_a_bfloat16_engine_gives_and_takes_bfloat16(engines: Any) -> None:
+    stream = hf_stream("llama", ids_of("llama"))
+    with own_engine(engines, "llama", dtype="bfloat16") as model:
+        with model.trace(PROMPT, max_tokens=1):
+            mlp = model.model.layers[1].mlp
+            mixed = mlp.output.save()
+            mlp.output = torch.ones_like(mlp.output, dtype=torch.float32) / 3
+            written = mlp.output.save()
+            resid = model.resid_post[3].save()
+        with model.trace(PROMPT, max_tokens=1):
+            logits = model.logits.save()
+    assert {mixed.dtype, written.dtype, resid.dtype} == {torch.bfloat16}
+    assert written.unique().tolist() == [torch.tensor(1 / 3, dtype=torch.bfloat16).item()]
+    assert_close(mixed.float(), stream.mlp_out[1], bound=0.1)
+    assert_close(logits.float(), stream.logits[-1:], bound=0.1)
+
+
+def adapter(folder: Path, seed: int) -> str:
+    """A LoRA adapter of large random weights."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for name, inner in (("self_attn.q_proj", WIDTH), ("mlp.down_proj", 2 * WIDTH)):
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            weights[f"{path}.lora_A.weight"] = 0.3 * torch.randn(8, inner, generator=generator)
+            weights[f"{path}.lora_B.weight"] = 0.3 * torch.randn(WIDTH, 8, generator=generator)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"], "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return str(folder)
+
+
+def test_an_adapter_for_each_invoke(engines: Any, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    one, other = (LoRARequest(f"a{seed}", seed, adapter(tmp_path / f"a{seed}", seed)) for seed in (1, 2))
+    ids = ids_of("llama")
+    with own_engine(engines, "llama", enable_lora=True, max_loras=2, max_lora_rank=8) as model:
+        alone = {}
+        for lora in (None, one, other):
+            with model.trace(ids, temperature=0.0, max_tokens=4, lora_request=lora) as tracer:
+                resid = model.resid_post[3].save()
+                result = tracer.result.save()
+            alone[lora] = (resid, tokens_of(result))
+        with model.trace(temperature=0.0, max_tokens=4) as tracer:
+            for lora in (one, other, one):
+                with tracer.invoke(ids, lora_request=lora):
+                    resid = model.resid_post[3].save()
+                    result = tracer.result.save()
+    assert_close(alone[None][0], hf_stream("llama", ids).resid_post[3])
+    for lora, value, output in zip((one, other, one), resid, result, strict=True):
+        assert_close(value, alone[lora][0], lora.lora_name)
+        assert tokens_of(output) == alone[lora][1]
+    merged = with_adapter(one.lora_path, ids)
+    assert_close(alone[one][0], merged, "adapter merged into the weights", bound=5e-5)
+    assert (alone[one][0] - alone[other][0]).abs().max() > 1
+    assert (alone[one][0] - alone[None][0]).abs().max() > 1
+
+
+def with_adapter(folder: str, ids: list[int]) -> torch.Tensor:
+    """The last layer's stream in transformers, an adapter added to what its modules return."""
+    from safetensors.torch import load_file
+
+    weights = load_file(f"{folder}/adapter_model.safetensors")
+    model = models.oracle(models.tiny("llama"))
+    hooks = []
+    for layer in range(LAYERS):
+        for name in ("self_attn.q_proj", "mlp.down_proj"):
+            path = f"model.layers.{layer}.{name}"
+            down, up = (weights[f"base_model.model.{path}.lora_{side}.weight"] for side in "AB")
+
+            def add(module: Any, args: Any, output: Any, down: Any = down, up: Any = up) -> Any:
+                return output + args[0] @ down.T @ up.T * (16 / 8)
+
+            hooks.append(model.get_submodule(path).register_forward_hook(add))
+    try:
+        return models.hf_residuals(model, ids).resid_post[3]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_prompts_given_as_embeddings(engines: Any) -> None:
+    ids = ids_of("llama")
+    table = models.oracle(models.tiny("llama")).get_input_embeddings().weight.detach()
+    with own_engine(
+        engines, "llama", enable_prompt_embeds=True, max_num_batched_tokens=64, enable_chunked_prefill=True
+    ) as model:
+        with model.trace(temperature=0.0, max_tokens=3) as tracer:
+            for prompt in ({"prompt_embeds": table[ids]}, ids):
+                with tracer.invoke(prompt):
+                    resid = model.resid_post[3].save()
+                    result = tracer.result.save()
+        for value, output in zip(resid, result, strict=True):
+            assert_close(value, hf_stream("llama", ids).resid_post[3])
+            assert_greedy("llama", ids, tokens_of(output))
+        with pytest.raises((insitu.RequestError, insitu.PromptError), match="max_num_batched_tokens"):
+            model.run(lambda tracer: model.logits, {"prompt_embeds": torch.ones(100, WIDTH)}, max_tokens=1)
+        assert model.in_flight() == 0
+
+
+def test_a_speculative_engine_refuses_traces_and_runs_the_rest(engines: Any) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    ids = 5 * ids_of("llama")
+    with own_engine(engines, "llama", speculative_config=drafts) as model:
+        with pytest.raises(insitu.RequestError, match="speculative_config"):
+            model.trace(ids, max_tokens=4)
+        with pytest.raises(insitu.RequestError, match="speculative_config"):
+            model.run(lambda tracer: model.logits, ids, max_tokens=4)
+        assert_greedy("llama", ids, tokens_of(plain(model, [ids], max_tokens=20, ignore_eos=True)[0]))
+        assert model.in_flight() == 0
