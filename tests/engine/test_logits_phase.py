@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests import models
-from tests.architectures.configs import WIDTH, tiny
+from tests.architectures.configs import WIDTH
 from tests.architectures.conftest import engine
 from tests.architectures.reference import oracle
+from tests.architectures.tiny import tiny
 from tests.engine.helpers import PROMPT, assert_close
 
 OPERATIONS = {"gemma2": ["truediv_0", "torch_tanh_0", "mul_0"], "granite": ["mul_1"]}

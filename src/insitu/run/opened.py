@@ -12,11 +12,11 @@ from insitu.run.source import Rewritten, Stop, rewritten
 
 @dataclass(frozen=True)
 class Opened:
-    """``function`` is what its author wrote, ``outer`` is it with its decorators, ``owner`` its ``self``."""
+    """Two functions, ``function`` as its author wrote it and ``outer`` with its decorators, and its ``self``."""
 
     text: Rewritten
-    function: FunctionType
-    outer: FunctionType
+    function: Any
+    outer: Any
     owner: Any
 
     def stopping(self, stop: Stop) -> Any:
