@@ -146,3 +146,12 @@ def hf_edited(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def last_logits(seen: dict[str, models.Activation]) -> torch.Tensor:
+    return seen[""].output["logits"][-1:]
+
+
+def oracle_logits(name: str, path: str, side: str, edit: Edit) -> torch.Tensor:
+    """The last position's logits for `PROMPT` with one edit, of a module's `"output"` or `"input"`."""
+    return last_logits(hf_edited(name, ids_of(name), **{f"{side}s": {path: edit}}))

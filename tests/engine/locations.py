@@ -98,9 +98,7 @@ def _llama_like() -> dict[str, Rule]:
     rules = {
         "model": Rule(lambda v, i: [v.tokens, v.positions], lambda v, i: [v.out("model.norm")]),
         "model.embed_tokens": Rule(lambda v, i: [v.tokens], lambda v, i: [v.out("model.embed_tokens")]),
-        "model.norm": Rule(
-            lambda v, i: into_norm(v, LAYERS), lambda v, i: [v.out("model.norm"), v.into("model.norm")]
-        ),
+        "model.norm": Rule(lambda v, i: into_norm(v, LAYERS), lambda v, i: [v.out("model.norm"), v.into("model.norm")]),
         "model.layers.{i}": Rule(
             lambda v, i: [v.positions, *into_norm(v, i)],
             lambda v, i: [v.out("mlp", i), v.into("post_attention_layernorm", i)],

@@ -167,9 +167,7 @@ def test_logits_and_samples(name: str, model: Any, wanted: Values) -> None:
     assert drawn.item() == wanted.last_logits.argmax().item() == result.outputs[0].token_ids[0]
 
 
-def test_unembedding_the_final_norm_gives_the_logits_of_every_position(
-    name: str, model: Any, wanted: Values
-) -> None:
+def test_unembedding_the_final_norm_gives_the_logits_of_every_position(name: str, model: Any, wanted: Values) -> None:
     norm = model.get("transformer.ln_f" if name == "gpt2" else "model.norm")
     with model.trace(PROMPT, max_tokens=1):
         normed = norm.output
@@ -191,7 +189,7 @@ def test_calling_a_module_on_values_of_the_block(name: str, model: Any, wanted: 
 def test_a_shared_embedding_is_served_whatever_else_is_read_beside(qwen3: Any) -> None:
     """Qwen 3's `lm_head` is its `embed_tokens`: only the embedding is called."""
     stream = hf_stream("qwen3", ids_of("qwen3"))
-    with (  # noqa: PT012
+    with (
         pytest.raises(insitu.SharedModuleError, match="lm_head") as caught,
         qwen3.trace(max_tokens=1) as tracer,
     ):
