@@ -66,7 +66,7 @@ def test_values_are_as_near_to_float32_as_transformers_own(model: Any, folder: s
     with model.trace(**SETTINGS) as tracer:
         for prompt in prompts:
             with tracer.invoke(prompt):
-                streams = [stream for stream in model.resid_post].save()
+                streams = list(model.resid_post).save()
     oracles = [
         LlamaForCausalLM.from_pretrained(folder, dtype=dtype).cuda() for dtype in (torch.float32, torch.bfloat16)
     ]
@@ -109,7 +109,7 @@ def test_logits_and_samples_leave_the_graphs_on(model: Any, prompts: list[list[i
     eager, _ = paths(model)
     with model.trace(prompts[1], **SETTINGS) as tracer:
         model.logits[:, 5] = torch.inf
-        model.samples  # noqa: B018
+        model.samples
         tracer.next()
         model.samples[:] = 77
         result = tracer.result.save()

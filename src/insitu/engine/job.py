@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from insitu.run import Text
 
 _KEY = "insitu"
+BY_BLOCK = "tracer.stop()"
+"""The ``stop_reason`` of a request that its block has ended."""
 
 
 class Execution(Protocol):

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from insitu.engine.job import job_id
+from insitu.engine.job import BY_BLOCK, job_id
 
 
 class TracedScheduler(Scheduler):
@@ -63,7 +63,9 @@ class TracedScheduler(Scheduler):
     ) -> tuple[list[int], bool]:
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
         if request.request_id in self._ended:
-            request.status = RequestStatus.FINISHED_STOPPED
+            # Not FINISHED_STOPPED: of a request that stopped, vLLM drops the last token's text.
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            request.stop_reason = BY_BLOCK
             stopped = True
         return new_token_ids, stopped
 
