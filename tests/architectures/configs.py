@@ -20,7 +20,7 @@ _GROUPED = {**_PLAIN, "num_key_value_heads": KV_HEADS}
 _HEADED = {**_GROUPED, "head_dim": HEAD}
 _GPT = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "n_positions": CONTEXT}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}
-_ROPE |= {"original_max_position_embeddings": 8}
+_ROPE |= {"original_max_position_embeddings": CONTEXT}
 _WINDOWED = ["full_attention", "sliding_attention", "full_attention"]
 
 
@@ -149,11 +149,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "num_experts": EXPERTS,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": WIDTH,
-            "sliding_window": 8,
+            "sliding_window": CONTEXT,
             "layer_types": _WINDOWED,
         },
         _MOE,
         _EXPERTS,
+        note="vLLM on the CPU attends beyond its window",
     ),
     "flex_olmo": Architecture(
         "FlexOlmoConfig",
@@ -174,19 +175,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         _MOE,
         _EXPERTS,
         note="shared expert; layer 0 dense",
-    ),
-    "minimax_m2": Architecture(
-        "MiniMaxM2Config",
-        {
-            **_HEADED,
-            "num_local_experts": EXPERTS,
-            "num_experts_per_tok": 2,
-            "rotary_dim": HEAD,
-            "scoring_func": "sigmoid",
-            "use_routing_bias": True,
-        },
-        _MOE,
-        _EXPERTS,
     ),
     "hunyuan_moe": Architecture(
         "HunYuanMoEV1Config",

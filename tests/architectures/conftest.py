@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 import insitu
 from tests.architectures.configs import ARCHITECTURES
@@ -25,8 +26,11 @@ def engine(engines: Any, name: str, dtype: str) -> Iterator[Any]:
         engines.get("mixtral")  # experts come first in a process
     oracle(name)  # before vLLM may change transformers' classes
     settings = {"dtype": dtype, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 32}
+    threads = torch.get_num_threads()
     with insitu.VLLM(tiny(name), dispatch=True, **settings) as model:
+        torch.set_num_threads(1)  # for tensors this small more threads only wait for each other
         yield model
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=params(list(ARCHITECTURES)))

@@ -179,9 +179,10 @@ def first(output: Any) -> torch.Tensor:
 
 
 def twice(output: Any) -> Any:
-    return (
-        output * 2 if isinstance(output, torch.Tensor) else tuple(each if each is None else each * 2 for each in output)
-    )
+    """The stream doubled, be it in two parts; what else a layer returns as it is."""
+    if isinstance(output, torch.Tensor):
+        return output * 2
+    return tuple(part * 2 if isinstance(part, torch.Tensor) else part for part in output)
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,6 @@ VLLM_MODELS: dict[str, Row] = {
         "transformer.blocks", "transformer.wte", "transformer.norm_f", "attn", mlp="ffn", mid="norm_2"
     ),
     "MellumForCausalLM": replace(_LLAMA, router="mlp.experts.gate"),
-    "MiniMaxM2ForCausalLM": replace(_LLAMA, mlp="block_sparse_moe", router="block_sparse_moe.gate"),
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": replace(_LLAMA, mlp="block_sparse_moe", router="block_sparse_moe.gate"),
     "NemotronForCausalLM": _LLAMA,
