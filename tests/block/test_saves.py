@@ -162,3 +162,12 @@ def test_marked_objects_are_held() -> None:
     assert saves.mark(5, "a", "b") == 5
     assert saves.names == ("a", "b")
     assert saves.collect({"b": 6}, ()) == {"b": 6}
+
+
+def test_the_parts_of_a_saved_value_that_is_unpacked_are_saved() -> None:
+    trace = Trace()
+    with trace:
+        a, (b, *c) = (1, [2, 3, 4]).save()
+        d, e = x, y = ([5], [6]).save()
+    assert trace.saved == {"a": 1, "b": 2, "c": [3, 4], "d": [5], "e": [6], "x": [5], "y": [6]}
+    assert (a, b, c, d, e, x, y) == (1, 2, [3, 4], [5], [6], [5], [6])

@@ -66,6 +66,9 @@ class Mark(ast.NodeTransformer):
             if len(target.elts) == len(value.elts) and not any(isinstance(part, ast.Starred) for part in parts):
                 for inner_target, inner_value in zip(target.elts, value.elts, strict=True):
                     self._give(inner_target, inner_value)
+        elif isinstance(target, (ast.Tuple, ast.List)) and _is_save(value):
+            for part in target.elts:  # the parts of what is saved are saved
+                self._give(part.value if isinstance(part, ast.Starred) else part, value)
         elif isinstance(target, ast.Name) and _is_save(value) and self._is_of_block(target.id):
             assert isinstance(value, ast.Call)
             self._names.setdefault(value, []).append(target.id)
