@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from insitu.block import LocationError, NotReachedError, OutOfOrderError, SharedModuleError, WriteError
+from insitu.block import LocationError, WriteError
+from insitu.run import refusals
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
 from insitu.run.modules import ModuleTable
@@ -137,20 +138,19 @@ class Interleaver:
             elif run.waiting == STEP:
                 run.show(False, _NO_ROWS, str(STEP))
             else:
-                place = f"`{run.waiting}` of step {run.step}"
-                run.throw(NotReachedError(f"{place} was not reached: the request ended after {count_steps(run)}"))
+                run.throw(refusals.ended(run.waiting, run.step, run.steps))
 
     # -- what blocks ask ------------------------------------------------------------------
 
     def check(self, run: BlockRun, place: Place) -> None:
         if run.at == RESULT:
-            raise OutOfOrderError(f"`{place}` can't be read after `tracer.result`, which comes last")
+            raise refusals.after_result(place)
         ops = self.ops.require(place) if place.op else []
         if not run.in_step:
             return
         skipped = next((each for each in run.skipped if place.is_inside(each)), None)
         if skipped is not None:
-            raise OutOfOrderError(f"`{place}` can't be read: it is inside `{skipped.call}`, which this block skips")
+            raise refusals.inside_skipped(place, skipped)
         if place in (RESULT, SAMPLES, LOGITS):
             late = run.at is not None and run.at in _TAIL and _TAIL.index(place) <= _TAIL.index(run.at)
         else:
@@ -162,11 +162,7 @@ class Interleaver:
             if not late:
                 self.ops.require_stops(place)
         if late:
-            after = f" The block is at `{run.at}`, which comes after it." if run.at else ""
-            raise OutOfOrderError(
-                f"`{place}` has gone by in this step.{after} Places are read in the order of the forward: "
-                f"move this read up, to where the model gets there"
-            )
+            raise refusals.gone_by(place, run.at)
 
     def position(self, place: Place) -> int:
         return self._reached if place.op else self.order.position(place)
@@ -177,10 +173,7 @@ class Interleaver:
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.modules[path]
         if self.modules.has_state(module):
-            raise LocationError(
-                f"`{path}` ({type(module).__name__}) can't be called on values of the block: it writes to the KV "
-                f"cache, where the running requests keep their own; call the parts of it that only compute"
-            )
+            raise refusals.holds_state(path, module)
         return self._aside(partial(module, *args, **kwargs))
 
     def _own_forward(self, module: torch.nn.Module) -> Callable[..., Any]:
@@ -374,31 +367,14 @@ class Interleaver:
 
     def _unreached(self, place: Place) -> Exception:
         module = self.modules[place.path]
-        if self.modules.is_shared(place.path) and id(module) in self._called:
-            paths = self.modules.paths_of(module)
-            other = next(path for path in paths if path != place.path)
-            return SharedModuleError(
-                f"`{place.path}` is one module shared under {len(paths)} paths (`{other}` is another), and "
-                f"this step's calls of it were under others or can't be told apart; read a place of the "
-                f"module that calls it instead"
-            )
+        called = id(module) in self._called
+        if called and self.modules.is_shared(place.path):
+            return refusals.shared(place, self.modules.paths_of(module))
         if place.op and self.ops.has_passed(place):
-            return OutOfOrderError(f"`{place}` has gone by in this step: this step's forward is over")
-        kind = type(module).__name__
-        if place.op and id(module) in self._called:
-            return NotReachedError(
-                f"`{place}` was not reached: this step's forward is over and did not come to it in `{place.path}` "
-                f"({kind})"
-            )
-        return NotReachedError(
-            f"`{place}` was not reached: this step's forward is over and never called `{place.path}` ({kind})"
-        )
+            return refusals.gone_by_at_the_end(place)
+        return refusals.unreached(place, module, called=bool(place.op) and called)
 
 
 _METHODS = (MethodType, BuiltinMethodType)
 _TAIL = [LOGITS, SAMPLES, RESULT]
 _NO_ROWS = Rows(0, 0, 0)
-
-
-def count_steps(run: BlockRun) -> str:
-    return f"{run.steps} step{'' if run.steps == 1 else 's'}"
