@@ -11,6 +11,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
+    OMP_WAIT_POLICY="PASSIVE",  # spinning threads make everything several times slower on a busy machine
 )
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 

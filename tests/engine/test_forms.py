@@ -192,9 +192,6 @@ def test_ordinary_python_in_a_block(llama: Any) -> None:
     assert mean == pytest.approx(hf_stream("llama", ids_of("llama")).logits[-1].mean().item(), abs=1e-5)
 
 
-@pytest.mark.xfail(
-    reason="under pytest, source with `except ... as name` is taken for edited since import", strict=False
-)
 def test_an_exception_handled_by_name(llama: Any) -> None:
     with llama.trace(PROMPT, max_tokens=1):
         rows = llama.resid_post[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_the_latest_earlier_binding_counts_and_a_block_s_own_names_do_not(llama:
 
 
 def test_several_failures_come_as_a_group_and_the_rest_is_bound(llama: Any) -> None:
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises(builtins.BaseExceptionGroup) as caught:
         with llama.trace(**GREEDY) as tracer:
             for i, prompt in enumerate([*PROMPTS, "last"]):
                 with tracer.invoke(prompt):
@@ -116,7 +117,7 @@ def test_several_failures_come_as_a_group_and_the_rest_is_bound(llama: Any) -> N
 
 
 def test_an_invoke_that_needs_a_failed_one_says_so(llama: Any) -> None:
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises(builtins.BaseExceptionGroup) as caught:
         with llama.trace(**GREEDY) as tracer:
             with tracer.invoke("hello"):
                 source = llama.model.layers[0].output[99]

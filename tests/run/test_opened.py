@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from insitu.block import LocationError
-from insitu.run.names_source import names_source
+from insitu.run.mentions import mentions
 from insitu.run.opened import opened
 from tests.run import forwards
 
@@ -116,13 +116,13 @@ def test_what_is_not_python_is_refused(called: Any) -> None:
 
 def test_whether_a_block_names_source() -> None:
     model: Any = None
-    assert names_source(lambda: model.layer.source.add_0.output)
-    assert names_source(lambda: [model.layer.source for _ in range(2)])
-    assert names_source(lambda: reading(model))
-    assert names_source(functools.partial(reading, model))
-    assert names_source(lambda: forwards.reading(model))
-    assert not names_source(lambda: model.layer.output)
-    assert not names_source(lambda: helper(1, 2))
+    assert "source" in mentions(lambda: model.layer.source.add_0.output)
+    assert "source" in mentions(lambda: [model.layer.source for _ in range(2)])
+    assert "source" in mentions(lambda: reading(model))
+    assert "source" in mentions(functools.partial(reading, model))
+    assert "source" in mentions(lambda: forwards.reading(model))
+    assert "source" not in mentions(lambda: model.layer.output)
+    assert "source" not in mentions(lambda: helper(1, 2))
 
 
 def reading(model: Any) -> Any:

@@ -68,6 +68,8 @@ def _names_in(code: CodeType) -> set[str]:
 def _same_at_positions(nodes: list[ast.AST], class_name: str | None, code: CodeType) -> bool:
     """Whether instructions that stand exactly where a name or constant does are about that one."""
     expected: dict[tuple[int | None, ...], tuple[type, object]] = {}
+    # The clean-up of `except ... as name` stands where the handler's last statement does.
+    cleaned = {mangled(node.name, class_name) for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
     for node in nodes:
         if isinstance(node, (ast.Name, ast.Constant)):
             value = mangled(node.id, class_name) if isinstance(node, ast.Name) else node.value
@@ -81,6 +83,8 @@ def _same_at_positions(nodes: list[ast.AST], class_name: str | None, code: CodeT
         if kind is ast.Constant and op.opname in _CONSTANTS and not same_constant(op.argval, value):
             return False
         is_name = op.opname.startswith(("LOAD_", "STORE_", "DELETE_")) and isinstance(op.argval, str)
+        if is_name and op.argval in cleaned and not op.opname.startswith("LOAD_"):
+            continue
         if kind is ast.Name and is_name and op.opname not in _CONSTANTS and op.argval != value:
             return False
     return True

@@ -3,8 +3,10 @@
 from insitu.run.block_run import BlockRun as BlockRun
 from insitu.run.cache import Cache as Cache
 from insitu.run.interleaver import Interleaver as Interleaver
-from insitu.run.names_source import Text as Text
+from insitu.run.mentions import Text as Text
 from insitu.run.program import Outcome as Outcome
 from insitu.run.program import ordinary as ordinary
 from insitu.run.program import outcome_of as outcome_of
 from insitu.run.served import Rows as Rows
+from insitu.run.standard_names import Names as Names
+from insitu.run.standard_names import names_of as names_of

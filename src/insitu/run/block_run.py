@@ -14,12 +14,16 @@ from insitu.run import traps
 from insitu.run.anatomy import Anatomy
 from insitu.run.cache import Cache
 from insitu.run.derived import Derived
+from insitu.run.mentions import mentions
 from insitu.run.modules import ModuleTable
-from insitu.run.names_source import names_source
 from insitu.run.recorder import Recorder
 from insitu.run.served import Rows, Served
 from insitu.run.torch_state import TorchState
 from insitu.tree import STEP, Listing, Place, current
+
+# By these a tensor is changed without its version counter taking note.
+_BEHIND_TORCH = {"data", "numpy", "asarray", "array", "frombuffer", "from_dlpack", "memoryview", "ctypes", "data_ptr"}
+_BEHIND_TORCH |= {"storage", "untyped_storage", "set_"}
 
 
 class Model(Protocol):
@@ -65,7 +69,9 @@ class BlockRun:
         self.at: Place | None = None
         self.waiting: Place | None = None
         self.position = 0
-        self.names_source = names_source(program)
+        mentioned = mentions(program)
+        self.names_source = "source" in mentioned
+        self._writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)
         self.skipping = False
         self._skipped: list[tuple[int, Place]] = []
         self.steps = 0
@@ -112,7 +118,7 @@ class BlockRun:
 
     def _show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int]) -> Served:
         assert self._greenlet is not None
-        served = Served(live, rows, what, fixed)
+        served = Served(live, rows, what, fixed, self._writes_unseen)
         self._into(self._greenlet.switch, served)
         return served
 

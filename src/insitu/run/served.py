@@ -58,9 +58,10 @@ def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
 class _Leaf:
     """One private tensor and the live tensor that it was copied from."""
 
-    __slots__ = ("edited", "live", "private", "replaced", "rows", "version")
+    __slots__ = ("compare", "edited", "live", "private", "replaced", "rows", "version")
 
-    def __init__(self, live: torch.Tensor, rows: Index | None) -> None:
+    def __init__(self, live: torch.Tensor, rows: Index | None, compare: bool) -> None:
+        self.compare = compare
         self.live = live
         self.rows = rows
         self.private = (live if rows is None else live[rows]).clone()
@@ -70,7 +71,9 @@ class _Leaf:
 
     @property
     def changed(self) -> bool:
-        return self.replaced or self.private._version != self.version
+        if self.replaced or self.private._version != self.version:
+            return True
+        return self.compare and not torch.equal(self.private, self.live if self.rows is None else self.live[self.rows])
 
     def adopt(self, new: torch.Tensor) -> None:
         """Makes a private copy of ``new`` the value, to be written back."""
@@ -85,18 +88,22 @@ class Served:
     """One visit of a place as one request sees it.
 
     ``fixed``: memory that does not go by tokens whatever its shape, such as parameters and buffers.
+    ``compare``: the block may change values behind torch's back (``.data``, ``.numpy()``), so that
+    only a comparison shows it.
     """
 
     __slots__ = ("_leaves", "edited", "live", "value", "what")
 
-    def __init__(self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset(), compare: bool = False
+    ) -> None:
         leaves: dict[int, _Leaf] = {}
 
         def private(tensor: torch.Tensor) -> torch.Tensor:
             leaf = leaves.get(id(tensor))
             if leaf is None:
                 mine = None if storage_of(tensor) in fixed else rows.of(tensor)
-                leaf = leaves[id(tensor)] = _Leaf(tensor, mine)
+                leaf = leaves[id(tensor)] = _Leaf(tensor, mine, compare)
             return leaf.private
 
         self.live = live

@@ -1,11 +1,11 @@
-"""Whether a block may come to ask for operations in a forward that has begun already."""
+"""What stands in a block's text, where only that can tell what the block may come to do."""
 
 from __future__ import annotations
 
 import inspect
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -17,34 +17,34 @@ Text = tuple[CodeType, Mapping[str, Any]] | Callable[..., Any]
 """Code and what the names in it mean, or a function."""
 
 
-def names_source(program: Callable[[], Any]) -> bool:
-    """Whether ``.source`` stands in the program, or in a helper function that it calls.
+def mentions(program: Callable[[], Any]) -> frozenset[str]:
+    """Every name and attribute in the text of a program, and in that of the user's functions that it calls.
 
     A program that is an object says with ``text()`` what it runs.
     """
     text: Text = getattr(program, "text", lambda: program)()
     if isinstance(text, tuple):
         code, names = text
-        return _named_in(code, names, _DEPTH)
+        return frozenset(_mentioned(code, names, _DEPTH))
     while isinstance(text, partial):
         text = text.func
     function = inspect.unwrap(getattr(text, "__func__", text))
-    return isinstance(function, FunctionType) and _named_in(function.__code__, _names_of(function), _DEPTH)
+    if not isinstance(function, FunctionType):
+        return frozenset()
+    return frozenset(_mentioned(function.__code__, _names_of(function), _DEPTH))
 
 
-def _named_in(code: CodeType, names: Mapping[str, Any], depth: int) -> bool:
+def _mentioned(code: CodeType, names: Mapping[str, Any], depth: int) -> set[str]:
     used = set(_used(code))
-    if "source" in used:
-        return True
-    helpers = _helpers(used, names) if depth else ()
-    return any(_named_in(each.__code__, _names_of(each), depth - 1) for each in helpers)
+    for helper in list(_helpers(used, names)) if depth else ():
+        used |= _mentioned(helper.__code__, _names_of(helper), depth - 1)
+    return used
 
 
-def _used(code: CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_freevars)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _used(constant)
+@lru_cache(maxsize=1024)
+def _used(code: CodeType) -> frozenset[str]:
+    inner = (_used(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset((*code.co_names, *code.co_freevars)).union(*inner)
 
 
 def _helpers(used: set[str], names: Mapping[str, Any]) -> Iterator[FunctionType]:
