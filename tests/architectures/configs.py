@@ -196,7 +196,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_GRANITE, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "shared_intermediate_size": WIDTH},
         Reference(mlp="block_sparse_moe", multiplier=0.22, router="block_sparse_moe.router"),
         ("pos_embed", "mlp_out"),
-        note="multipliers; experts and shared expert are added by the layer itself",
+        note="multipliers; no `mlp_out`: the layer itself adds up experts and shared expert",
     ),
     "gpt2": Architecture("GPT2Config", _GPT, _GPT2, ("router_logits",), quick=True, note="learned positions"),
     "llama": Architecture("LlamaConfig", _HEADED, quick=True),
@@ -222,7 +222,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_PLAIN, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH // 2, "do_layer_norm_before": False},
         _OPT,
         ("router_logits", "resid_mid", "final_norm"),
-        note="the stream itself is normed, embedding projected (as in OPT-350m)",
+        note="as OPT-350m: the stream itself is normed, no `final_norm`",
     ),
     "gpt_neox": Architecture("GPTNeoXConfig", _PLAIN, _NEOX, _PARALLEL, note="parallel blocks"),
     "gpt_neox_sequential": Architecture(

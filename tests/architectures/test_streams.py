@@ -12,7 +12,7 @@ import torch
 
 import insitu
 from tests import models
-from tests.architectures.configs import ARCHITECTURES, LAYERS
+from tests.architectures.configs import ARCHITECTURES, EXPERTS, LAYERS
 from tests.architectures.reference import Streams, streams
 from tests.architectures.tiny import tiny
 from tests.engine.helpers import BOUND, PROMPT, assert_close, difference
@@ -230,3 +230,27 @@ def test_writes_equal_the_same_edits_in_transformers(name: str, model: Any) -> N
         assert_close(drawn, wanted["logits", None][-1:], what)
         if case[0] != "final_norm":
             assert difference(found, plain[0]) > 1e-4, f"{what} changed nothing"
+
+
+def test_an_expert_whose_router_logits_are_minus_infinity_is_never_chosen(name: str, model: Any) -> None:
+    if not ARCHITECTURES[name].has_experts:
+        with pytest.raises(insitu.LocationError, match="it has no experts"):
+            model.run(lambda tracer: model.router_logits[1], PROMPT, max_tokens=1)
+        return
+    logits = everything(name, model)["router_logits", 1]
+    assert logits.shape == (len(ids_of(name)), EXPERTS)
+    for expert in range(EXPERTS):
+        without = functools.partial(minus_infinity, expert=expert)
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            without(model.router_logits[1])
+            edited = model.resid_post[1].save()
+        assert_close(edited, streams(name, ids_of(name), ("router_logits", 1, without))["resid_post", 1])
+        chosen = (logits.topk(2).indices == expert).any(-1)
+        plain = everything(name, model)["resid_post", 1]
+        changed = ~torch.isclose(edited, plain, atol=1e-4).all(-1)
+        assert changed[chosen].all()
+
+
+def minus_infinity(logits: torch.Tensor, expert: int) -> torch.Tensor:
+    logits[:, expert] = float("-inf")
+    return logits
