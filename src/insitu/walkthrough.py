@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,10 +147,10 @@ def _settled(tokens: list[str]) -> int:
     return layer
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m insitu.walkthrough", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
-    out: Path = parser.parse_args().out
+    out: Path = parser.parse_args(argv).out
     # vLLM logs its whole configuration; here it would drown what the demo shows.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     Walkthrough(out.resolve()).run()

@@ -11,12 +11,12 @@ from vllm import LLM, SamplingParams
 
 from insitu.block import EngineError, RequestError
 from insitu.engine.host import Stats
-from insitu.engine.job import Job, tagged
+from insitu.engine.job import BY_BLOCK, Job, tagged
 from insitu.engine.launch import launch, shut_down
 from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.prompts import Limits, as_prompt
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
-from insitu.run import Outcome, ordinary
+from insitu.run import Names, Outcome, ordinary
 from insitu.tree import Listing, Outline
 
 
@@ -97,6 +97,10 @@ class InProcess:
         """The text of a module's forward, or of what an operation in it calls."""
         return self._rpc("insitu_operations", path, op)
 
+    def names(self) -> Names:
+        """The standard names of the model, in the order of its forward."""
+        return self._rpc("insitu_names")
+
     def check(self, settings: Mapping[str, Any]) -> None:
         check_sampling(settings)
 
@@ -115,6 +119,9 @@ class InProcess:
         results: dict[str, Result] = {}
 
         def finished(job: str, output: Any) -> None:
+            for completion in output.outputs:
+                if completion.stop_reason == BY_BLOCK:
+                    completion.finish_reason = "stop"
             results[job] = Result(self._rpc("insitu_collect", {job: output})[job], output)
 
         for prepared, job in work:

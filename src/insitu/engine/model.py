@@ -16,6 +16,7 @@ from insitu.tree import LOGITS, SAMPLES, LayerStream, Listing, Node, session_for
 if TYPE_CHECKING:
     from insitu.engine.host import Stats
     from insitu.engine.inprocess import InProcess
+    from insitu.engine.report import CheckReport
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -89,6 +90,22 @@ class VLLM:
     def stats(self) -> Stats:
         """How many steps took which path since the engine started."""
         return self._running().stats()
+
+    @user_lines
+    def check(self, prompts: Sequence[Any] | None = None, *, reference: bool = True, show: bool = True) -> CheckReport:
+        """Whether what blocks see of this model is right, on this engine, with a few prompts or those given.
+
+        Every standard name at every layer, the logits, and a sample of modules are compared with what
+        transformers computes in the same dtype (a second copy of the model, on the CPU, for as long as
+        this takes); with what each is the sum of; and alone with in a batch. Where transformers can't run
+        the model, or with ``reference=False``, all but the first. The bound on differences, by norm and
+        relative, is twice the error that transformers itself has in this dtype, and 1e-5 in float32 or a
+        rounding step in others. ``show`` prints a table.
+        """
+        report = _check(self, reference, prompts)
+        if show:
+            report.show()
+        return report
 
     def close(self) -> None:
         """Stops the engine and gives its memory back. A closed model can't be traced again."""
@@ -313,3 +330,10 @@ def _in_process() -> type[InProcess]:
             f"CPU build, 'insitu[cuda]' for NVIDIA GPUs"
         ) from error
     return InProcess
+
+
+def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> CheckReport:
+    # Imported here, because it needs torch.
+    from insitu.engine.check import PROMPTS, check
+
+    return check(model, PROMPTS if prompts is None else prompts, reference)

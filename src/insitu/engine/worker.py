@@ -11,7 +11,7 @@ from insitu.engine.host import Host, Stats
 from insitu.engine.job import Job
 from insitu.engine.runner_v1 import V1Adapter
 from insitu.engine.runner_v2 import V2Adapter
-from insitu.run import Outcome
+from insitu.run import Names, Outcome, names_of
 from insitu.tree import Listing, Outline
 
 
@@ -53,6 +53,9 @@ class InsituWorker:
 
     def insitu_operations(self, path: str, op: str) -> Listing:
         return self._insitu.interleaver.operations(path, op)
+
+    def insitu_names(self) -> Names:
+        return names_of(self._insitu.interleaver)
 
     @property
     def _insitu(self) -> Host:
