@@ -126,8 +126,8 @@ def _load(transformers: Any, request: Request, dtype: str) -> torch.nn.Module:
 
 @torch.no_grad()
 def _computed(model: Any, ids: Sequence[int], request: Request) -> dict[tuple[str, int | None], torch.Tensor]:
-    seen = _Seen()
-    hooks = [module.register_forward_hook(_hook(seen, path), with_kwargs=True) for path, module in _parts(model)]
+    seen, parts = _Seen(), _parts(model, [path for _, _, path, _ in request.streams])
+    hooks = [module.register_forward_hook(_hook(seen, path), with_kwargs=True) for path, module in parts.items()]
     try:
         tokens = torch.tensor([list(ids)])
         logits = model(tokens, use_cache=False).logits[0]
@@ -138,12 +138,13 @@ def _computed(model: Any, ids: Sequence[int], request: Request) -> dict[tuple[st
     weight = model.get_input_embeddings().weight
     for name, layer, path, _ in request.streams:
         if name == "embed":
-            found[name, None] = torch.nn.functional.embedding(tokens[0], weight)
+            # Without the scale that some of transformers' embeddings have in them.
+            found[name, None] = seen.outputs[path] = torch.nn.functional.embedding(tokens[0], weight)
         elif layer is None and path in seen.outputs:
             found[name, None] = seen.outputs[path]
         elif name == "resid_pre" and path in seen.outputs:
             found |= _layer_streams(seen, path, layer, _sublayers(request, layer))
-        elif name == "router_logits" and (logits := _router(model, seen, path)) is not None:
+        elif name == "router_logits" and (logits := _router(parts, seen, path)) is not None:
             found[name, layer] = logits
     for path in request.modules:
         if path in seen.outputs:
@@ -151,8 +152,16 @@ def _computed(model: Any, ids: Sequence[int], request: Request) -> dict[tuple[st
     return found
 
 
-def _parts(model: Any) -> list[tuple[str, Any]]:
-    return [(path, module) for path, module in model.named_modules() if path]
+def _parts(model: Any, wanted: Sequence[str]) -> dict[str, Any]:
+    """Modules by the paths that they have in vLLM's model. Where it runs transformers' own code, it calls every
+    trunk ``model``."""
+    own = f"{model.base_model_prefix}."
+    moved = not hasattr(model, "model") and not any(path.startswith(own) for path in wanted)
+    return {
+        f"model.{path.removeprefix(own)}" if moved and path.startswith(own) else path: module
+        for path, module in model.named_modules()
+        if path
+    }
 
 
 def _hook(seen: _Seen, path: str) -> Any:
@@ -215,13 +224,12 @@ def _candidates(seen: _Seen, at: str, path: str, like: torch.Tensor) -> list[str
     return sorted(fitting, key=lambda each: each.count("."))
 
 
-def _router(model: Any, seen: _Seen, path: str) -> torch.Tensor | None:
+def _router(parts: Mapping[str, Any], seen: _Seen, path: str) -> torch.Tensor | None:
     """The logits of a router. Those of transformers return many things, and all multiply by their weight."""
     at, _, name = path.rpartition(".")
     parent = at.rpartition(".")[0]
-    modules = dict(model.named_modules())
     for other in (path, f"{parent}.mlp.{name}", f"{parent}.{name}", f"{at}.router"):
-        weight = getattr(modules.get(other), "weight", None)
+        weight = getattr(parts.get(other), "weight", None)
         if other in seen.inputs and weight is not None and weight.shape[-1] == seen.inputs[other].shape[-1]:
             return torch.nn.functional.linear(seen.inputs[other], weight)
     return None
