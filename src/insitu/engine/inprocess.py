@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig
 
 from insitu.block import EngineError, RequestError
 from insitu.engine.host import Stats
@@ -68,11 +69,7 @@ class InProcess:
         self.layers: int
         self.outline, self.layers = self._rpc("insitu_attach")
         config = llm.llm_engine.vllm_config
-        self._limits = Limits(
-            max_model_len=config.model_config.max_model_len,
-            max_step_tokens=config.scheduler_config.max_num_batched_tokens,
-            vocab_size=config.model_config.get_vocab_size(),
-        )
+        self._limits = _limits(config)
         self._speculative = config.speculative_config is not None
         self._loop = EngineLoop(llm)
         self._failure: BaseException | None = None
@@ -162,6 +159,16 @@ class InProcess:
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self.llm.collective_rpc(method, args=args)[0]
+
+
+def _limits(config: VllmConfig) -> Limits:
+    scheduler = config.scheduler_config
+    steps = {"max_num_batched_tokens": scheduler.max_num_batched_tokens}
+    if scheduler.long_prefill_token_threshold > 0:
+        steps["long_prefill_token_threshold"] = scheduler.long_prefill_token_threshold
+    setting = min(steps, key=lambda name: steps[name])
+    model = config.model_config
+    return Limits(model.max_model_len, steps[setting], model.get_vocab_size(), setting)
 
 
 def _request(prepared: Prepared, job: Job) -> Request:

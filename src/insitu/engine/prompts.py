@@ -17,6 +17,8 @@ class Limits:
     max_model_len: int
     max_step_tokens: int
     vocab_size: int
+    step_setting: str = "max_num_batched_tokens"
+    """The engine argument that sets ``max_step_tokens``."""
 
 
 _NO_LIMITS = Limits(sys.maxsize, sys.maxsize, sys.maxsize)
@@ -133,7 +135,7 @@ def _checked(prompt: dict[str, Any], limits: Limits) -> dict[str, Any]:
     if len(ids) > limits.max_step_tokens:
         raise PromptError(
             f"the prompt has {len(ids)} tokens, but a step holds {limits.max_step_tokens} and a block must see its "
-            f"prompt whole: load the model with max_num_batched_tokens={len(ids)} or more"
+            f"prompt whole: load the model with {limits.step_setting}={len(ids)} or more"
         )
     wrong = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
     if wrong is not None:
