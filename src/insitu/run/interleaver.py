@@ -349,7 +349,8 @@ class Interleaver:
         return run.show(live, self._rows_of(run), str(place), self.modules.fixed)
 
     def _rows_of(self, run: BlockRun) -> Rows:
-        return self.rows[run]._replace(batched=self.anatomy.batched)
+        rows = self.rows[run]
+        return rows._replace(batched=True) if self.anatomy.batched else rows
 
     def _refuse_unreached(self) -> None:
         """Ends the wait of runs for modules that the forward did not come to."""
