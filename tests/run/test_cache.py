@@ -189,6 +189,21 @@ def test_a_module_shared_by_layers_is_recorded_under_each_path(packed: Packed) -
     assert cache["layers.1.act"].output.equal(rows(2) * 9)
 
 
+def test_of_a_skipped_module_the_value_is_recorded_and_nothing_inside_it(packed: Packed) -> None:
+    def block():
+        cache = start_cache(inputs=True)
+        packed.nodes.layers[0].skip((torch.full((2, WIDTH), 5.0), torch.zeros(2, WIDTH)))
+        return cache
+
+    skipping, other = packed.run(block), packed.run(start_cache)
+    packed.step([(rows(2), skipping), (rows(3), other)])
+    assert list(skipping.returned) == ["layers.0", "layers.1", "layers.1.mlp", "layers.1.act"]
+    assert skipping.returned["layers.0"].input.equal(rows(2))
+    assert (skipping.returned["layers.0"].output[0] == 5).all()
+    assert (skipping.returned["layers.1.mlp"].output == 15).all()
+    assert set(other.returned) == set(CALLED)
+
+
 def test_two_caches_and_a_failing_block(packed: Packed) -> None:
     def block():
         return start_cache("layers.0"), start_cache("layers.0", dtype=torch.float64)

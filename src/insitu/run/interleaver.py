@@ -318,6 +318,8 @@ class Interleaver:
         """After the blocks at this place were served: what is recorded is what the model goes on with."""
         for entry in list(self._recorders):
             run, recorder = entry
+            if run.skipping and run.waiting is not None and place.is_inside(run.waiting):
+                continue  # it runs for the other requests alone
             if place in recorder.places and run.steps > recorder.first_step:
                 try:
                     recorder.record(place, run.steps - 1, live, self._rows_of(run), self.modules.fixed)
