@@ -68,8 +68,8 @@ def test_removes_the_companions_that_do_not_import(
 ) -> None:
     monkeypatch.setattr(helper, "installed", lambda name: "" if name == "torchcodec" else "1.0")
     monkeypatch.setattr(helper, "imports", lambda name: name == "torchaudio")
-    assert helper.drop_broken_companions() == "kept: torchaudio; removed: torchvision"
-    assert installs == [("uninstall", "--yes", "torchvision")]
+    assert helper.drop_broken_companions() == "kept: torchaudio; removed: torchvision, triton"
+    assert installs == [("uninstall", "--yes", "torchvision", "triton")]
 
 
 def test_a_failing_stage_is_shown_and_ends_the_setup(

@@ -103,6 +103,15 @@ def test_a_failed_request_ends_early(llama: Any) -> None:
     assert after.eager_steps + after.plain_steps - before.eager_steps - before.plain_steps == 1
 
 
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_between_steps_aborts_and_the_engine_lives(llama: Any) -> None:
     text = plain(llama, "hello there")
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -116,6 +125,7 @@ def test_ctrl_c_between_steps_aborts_and_the_engine_lives(llama: Any) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_a_block_that_never_ends(llama: Any) -> None:
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt), llama.trace("hello there", **GREEDY):

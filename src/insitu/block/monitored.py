@@ -30,7 +30,7 @@ class _Watched:
 
     def __init__(self, code: CodeType) -> None:
         key = id(code)
-        self.code = weakref.ref(code, lambda _: _watched.pop(key, None))
+        self.code = weakref.ref(code, lambda _, watched=_watched: watched.pop(key, None))
         self.firsts: set[int] = set()
         self.disabled: set[int] = set()
 

@@ -91,7 +91,7 @@ def _captured(frame: FrameType) -> _Capture:
     known = _captures.get(id(code))
     if known is None or known[0]() is not code:
         key = id(code)
-        known = _captures[key] = (weakref.ref(code, lambda _: _captures.pop(key, None)), {})
+        known = _captures[key] = (weakref.ref(code, lambda _, captures=_captures: captures.pop(key, None)), {})
     capture = known[1].get(frame.f_lasti)
     if capture is None:
         with _room_to_recurse():

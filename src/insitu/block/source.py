@@ -93,7 +93,7 @@ _registered: dict[int, _Registered] = {}
 def register(code: CodeType, tree: ast.Module) -> None:
     """Let a `with` in `code`, or in a function defined by it, be found in `tree` instead of in a file."""
     key = id(code)
-    _registered[key] = _Registered(weakref.ref(code, lambda _: _registered.pop(key, None)), tree)
+    _registered[key] = _Registered(weakref.ref(code, lambda _, registered=_registered: registered.pop(key, None)), tree)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             register(constant, tree)

@@ -95,7 +95,8 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
     In a block's own code it is raised at once, so that a block that never ends can be stopped.
     """
-    if threading.current_thread() is not threading.main_thread():
+    ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
     pressed = False
