@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import insitu.block
-from insitu.block import OutsideTraceError, Saves, current_saves, save
+from insitu.block import ArgumentError, OutsideTraceError, Saves, current_saves, save
 
 from .test_portable import load
 
@@ -54,13 +54,31 @@ def test_saved_in_a_helper() -> None:
     assert "d" not in locals()
 
 
-def test_scalars_by_identity() -> None:
+def test_scalars_are_saved_by_name_only() -> None:
+    c = "before"
     with Trace():
         a = (1).save()
         b = 1
-        c = helper("x")
-    assert (a, c) == (1, "x")
+        c = 0 + 1
+    assert (a, c) == (1, "before")
     assert "b" not in locals()
+
+
+@pytest.mark.parametrize("value", [5, "x", None, True, 2.5])
+def test_a_scalar_can_t_be_saved_without_a_name(value: object) -> None:
+    with pytest.raises(ArgumentError, match=r"Write `name = x\.save\(\)` in the block's own text"):
+        with Trace():
+            kept = save(value)
+
+
+def test_insitu_save_does_not_call_a_value_s_own_save() -> None:
+    class Config:
+        def save(self) -> None:
+            raise AssertionError("not this")
+
+    with Trace():
+        kept = save(Config())
+    assert isinstance(kept, Config)
 
 
 def test_deleted_and_unbound_names() -> None:

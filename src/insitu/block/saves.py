@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from .errors import OutsideTraceError
+from .errors import ArgumentError, OutsideTraceError
 
 __all__ = ["SAVE_NAME", "Saves", "current_saves", "save"]
 
@@ -30,7 +30,8 @@ def save(value: T) -> T:
     """Save `value` from a helper function that a block calls, and return it.
 
     In the block's own text write `value.save()`, which also says under which name. What is saved here comes
-    back under every name of the block that holds this very object when the block ends.
+    back under every name of the block that holds this very object when the block ends. Raises
+    `ArgumentError` for a number, a text and the like, which can't be told from others that are equal.
     """
     saves = current_saves.get()
     if saves is None:
@@ -38,7 +39,12 @@ def save(value: T) -> T:
             "insitu.save(x) was called where no trace block is running: call it in the block, or in a "
             "function that the block calls"
         )
-    saves.mark(value)
+    if isinstance(value, _SCALARS):
+        raise ArgumentError(
+            f"insitu.save({value!r}) can't tell under which name: twice the same number or text is one object to "
+            f"Python. Write `name = x.save()` in the block's own text"
+        )
+    saves.keep(value)
     return value
 
 
@@ -52,7 +58,6 @@ class Saves:
     def __init__(self) -> None:
         self._marked = _Objects()
         self._named: dict[str, None] = {}
-        self._scalars_with_name: set[int] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,21 +73,20 @@ class Saves:
 
         A value that has a method `save` of its own has that called instead.
         """
-        if _has_own_save(value):
-            return value.save()
+        return value.save() if _has_own_save(value) else self.keep(value, *names)
+
+    def keep(self, value: Any, *names: str) -> Any:
+        """Save a value, under names or as the object that it is; returns it."""
         self._marked.add(value, names)
         if names:
             self._named.update(dict.fromkeys(names))
-            if isinstance(value, _SCALARS):
-                self._scalars_with_name.add(id(value))
         return value
 
     def collect(self, namespace: Mapping[str, Any], binds: Iterable[str]) -> dict[str, Any]:
         """Saved values by name, as they are now, which is meant to be the end of the block.
 
-        A name saved by name comes with what it holds now. So does each of `binds` that holds a saved object;
-        numbers, strings, `None` and the like count here only if they were saved without a name (twice the
-        same number is one object to Python).
+        A name saved by name comes with what it holds now. So does each of `binds` that holds a saved object,
+        unless that is a number, a string or the like (twice the same number is one object to Python).
         """
         found = {name: namespace[name] for name in self._named if name in namespace}
         for name in sorted(binds):
@@ -91,9 +95,7 @@ class Saves:
         return found
 
     def _is_marked(self, value: object) -> bool:
-        if value not in self._marked:
-            return False
-        return not (isinstance(value, _SCALARS) and id(value) in self._scalars_with_name)
+        return value in self._marked and not isinstance(value, _SCALARS)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -82,7 +82,7 @@ class Host:
             return  # the V2 runner announces resumed requests once more
         execution = self.jobs[job].execution()
         live = _Live(BlockRun(execution, self.interleaver, self.jobs[job].length), execution, request)
-        live.run.prompt = ids
+        live.run.prompt, live.run.owner = ids, self.jobs[job].owner
         self._live[request] = live
         self._by_job.setdefault(job, []).append(live)
         if computed or scheduled != prompt:

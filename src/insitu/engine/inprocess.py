@@ -73,6 +73,7 @@ class InProcess:
         self._speculative = config.speculative_config is not None
         self._loop = EngineLoop(llm)
         self._failure: BaseException | None = None
+        self.owner: object = None
 
     @classmethod
     def launch(cls, repo: str, engine_args: Mapping[str, Any]) -> InProcess:
@@ -123,6 +124,7 @@ class InProcess:
 
         for prepared, job in work:
             job.length = certain_length(prepared.params)
+            job.owner = self.owner
         self._require_alive()
         self._rpc("insitu_submit", [job for _, job in work])
         try:

@@ -42,6 +42,7 @@ class Job:
     exports: frozenset[str] = frozenset()
     length: int | None = None
     """Steps that the request is certain to have."""
+    owner: object = None
 
     def execution(self) -> Execution:
         if isinstance(self.block, FunctionBlock):

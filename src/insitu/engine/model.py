@@ -56,7 +56,8 @@ class VLLM:
         self._engine: InProcess | None = None
         self._closed = False
         self._lock = threading.RLock()
-        self._root = Node("", lambda: self._engine.outline if self._engine else None, self._operations)
+        self._owner = self._operations
+        self._root = Node("", lambda: self._engine.outline if self._engine else None, self._owner)
         if dispatch:
             self.dispatch()
 
@@ -128,6 +129,8 @@ class VLLM:
                     raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
                 if self._engine is None:
                     self._engine = _in_process().launch(self._repo, self._engine_args)
+                    self._engine.owner = self._owner
+                    self._engine.owner = self._owner
         return self._engine
 
     @overload
@@ -191,20 +194,20 @@ class VLLM:
     @property
     def logits(self) -> Any:
         """This step's logits before sampling, ``[1, vocab]``; writable."""
-        return session_for("`model.logits`").read(LOGITS)
+        return session_for("`model.logits`", self._owner).read(LOGITS)
 
     @logits.setter
     def logits(self, value: Any) -> None:
-        session_for("`model.logits`").write(LOGITS, value)
+        session_for("`model.logits`", self._owner).write(LOGITS, value)
 
     @property
     def samples(self) -> Any:
         """The ids drawn in this step, ``[1]``; what is written is what generation goes on from."""
-        return session_for("`model.samples`").read(SAMPLES)
+        return session_for("`model.samples`", self._owner).read(SAMPLES)
 
     @samples.setter
     def samples(self, value: Any) -> None:
-        session_for("`model.samples`").write(SAMPLES, value)
+        session_for("`model.samples`", self._owner).write(SAMPLES, value)
 
     @property
     def embed(self) -> Any:
@@ -212,11 +215,11 @@ class VLLM:
         returns it; writable. Where the model scales or norms it, or adds positions, ``resid_pre[0]`` is
         what comes of that.
         """
-        return session_for("`model.embed`").read_stream("embed", None)
+        return session_for("`model.embed`", self._owner).read_stream("embed", None)
 
     @embed.setter
     def embed(self, value: Any) -> None:
-        session_for("`model.embed`").write_stream("embed", None, value)
+        session_for("`model.embed`", self._owner).write_stream("embed", None, value)
 
     @property
     def pos_embed(self) -> Any:
@@ -224,20 +227,20 @@ class VLLM:
 
         Raises ``LocationError`` where positions enter through attention (rotary, ALiBi).
         """
-        return session_for("`model.pos_embed`").read_stream("pos_embed", None)
+        return session_for("`model.pos_embed`", self._owner).read_stream("pos_embed", None)
 
     @pos_embed.setter
     def pos_embed(self, value: Any) -> None:
-        session_for("`model.pos_embed`").write_stream("pos_embed", None, value)
+        session_for("`model.pos_embed`", self._owner).write_stream("pos_embed", None, value)
 
     @property
     def final_norm(self) -> Any:
         """The normed stream that the unembedding gets, ``[tokens, d_model]``; writable."""
-        return session_for("`model.final_norm`").read_stream("final_norm", None)
+        return session_for("`model.final_norm`", self._owner).read_stream("final_norm", None)
 
     @final_norm.setter
     def final_norm(self, value: Any) -> None:
-        session_for("`model.final_norm`").write_stream("final_norm", None, value)
+        session_for("`model.final_norm`", self._owner).write_stream("final_norm", None, value)
 
     @property
     def resid_pre(self) -> LayerStream:
@@ -280,18 +283,18 @@ class VLLM:
         return self._engine.operations(path, op) if self._engine else None
 
     def _stream(self, name: str) -> LayerStream:
-        return LayerStream(name, lambda: self._running().layers)
+        return LayerStream(name, lambda: self._running().layers, self._owner)
 
     def apply_final_norm(self, hidden: Any) -> Any:
         """The model's own last norm of ``[rows, d_model]``, in a block; ``unembed`` takes what it returns."""
-        return session_for("`model.apply_final_norm`").apply_norm(hidden)
+        return session_for("`model.apply_final_norm`", self._owner).apply_norm(hidden)
 
     def unembed(self, hidden: Any) -> Any:
         """The model's own unembedding of ``[rows, d_model]`` of the normed stream, in a block.
 
         Returns ``[rows, vocab]``, caps and scales included.
         """
-        return session_for("`model.unembed`").unembed(hidden)
+        return session_for("`model.unembed`", self._owner).unembed(hidden)
 
     # -- the tree -------------------------------------------------------------------------
 

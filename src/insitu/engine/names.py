@@ -1,9 +1,10 @@
-"""Refusing a keyword argument that nobody knows."""
+"""Keyword arguments: refusing one that nobody knows, and one set over another."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from insitu.block import ArgumentError
 
@@ -15,3 +16,10 @@ def require_known(given: Iterable[str], known: Collection[str], what: str) -> No
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise ArgumentError(f"`{name}` is not {what}{hint}")
+
+
+def merged(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with ``own`` over them; ``max_tokens`` and ``max_new_tokens`` are one setting."""
+    same = {"max_tokens", "max_new_tokens"}
+    kept = {name: value for name, value in settings.items() if not (name in same and same & own.keys())}
+    return {**kept, **own}

@@ -63,7 +63,10 @@ def _from_mapping(prompt: Mapping[str, Any], tokenizer: Callable[[], Any], limit
     if "input_ids" in prompt:
         ids, mask = _ids(prompt["input_ids"]), prompt.get("attention_mask")
         if mask is not None:
-            ids = [token for token, kept in zip(ids, _ids(mask), strict=True) if kept]
+            kept = [int(flag) for flag in _flat(mask) or ()]
+            if len(kept) != len(ids):
+                raise PromptError(f"attention_mask has {len(kept)} entries for {len(ids)} token ids")
+            ids = [token for token, keep in zip(ids, kept, strict=True) if keep]
         return _checked({"prompt_token_ids": ids}, limits)
     own = dict(prompt)
     if "prompt_embeds" in own or own.get("multi_modal_data"):
@@ -97,20 +100,28 @@ def _chat_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Callable[[], Any]) -
 
 def _ids(value: Any) -> list[int]:
     """Token ids of one sequence, out of a list, a tensor or an array with at most one row."""
-    ids = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(ids, Sequence) and not isinstance(ids, str):
-        if ids and isinstance(ids[0], (list, tuple)):
-            if len(ids) > 1:
-                raise PromptError(_several(len(ids)))
-            ids = ids[0]
+    ids = _flat(value)
+    if ids is not None:
         if ids and isinstance(ids[0], str):
             raise PromptError(_several(len(ids)))
         if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            return list(ids)
+            return ids
     raise PromptError(
         f"a prompt is a string, token ids, a tokenizer's output, a prompt dictionary or a chat; "
         f"got {type(value).__name__}"
     )
+
+
+def _flat(value: Any) -> list[Any] | None:
+    """The entries of one sequence, as Python has them; None if it is none."""
+    entries = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(entries, Sequence) or isinstance(entries, (str, bytes)):
+        return None
+    if entries and isinstance(entries[0], (list, tuple)):
+        if len(entries) > 1:
+            raise PromptError(_several(len(entries)))
+        entries = entries[0]
+    return [entry.item() if hasattr(entry, "item") else entry for entry in entries]
 
 
 def _several(count: int) -> str:

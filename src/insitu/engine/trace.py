@@ -22,6 +22,7 @@ from insitu.block import (
 from insitu.block.tracebacks import user_lines
 from insitu.engine.invokes import Invocation, merged_error, merged_saves, waves
 from insitu.engine.job import Job
+from insitu.engine.names import merged
 from insitu.engine.steps import StepLoop, Steps
 from insitu.engine.tokens import positions_of, token_strings
 from insitu.tree import RESULT, current, session_for
@@ -136,7 +137,7 @@ class Trace(CapturedBody):
                 "invokes are opened in the body of a trace without a prompt: `with model.trace() as tracer:`, "
                 "then `with tracer.invoke(prompt):`"
             )
-        return Invoke(self._invocations, self._engine.prepare(prompt, {**self._settings, **sampling}))
+        return Invoke(self._invocations, self._engine.prepare(prompt, merged(self._settings, sampling)))
 
     def target(self) -> Trace:
         return self

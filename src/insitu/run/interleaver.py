@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from insitu.block import LocationError, WriteError
+from insitu.block import LocationError
 from insitu.run import refusals
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
@@ -123,10 +123,9 @@ class Interleaver:
 
     def _serve_samples(self, flat: torch.Tensor) -> None:
         for run in self._arrived(SAMPLES):
-            served = self._show(run, SAMPLES, flat)
             try:
-                served.write_back_in_place(self._vocabulary)
-            except WriteError as error:
+                self._show(run, SAMPLES, flat).write_back_in_place(self._vocabulary)
+            except Exception as error:  # whatever a block left there, it is this request's error
                 run.refuse(error)
             self._park(run)
 
@@ -303,12 +302,12 @@ class Interleaver:
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
         for run in self._arrived(place):
-            served = self._show(run, place, live)
             try:
+                served = self._show(run, place, live)
                 live = served.write_back(copies, self._ids_below(place))
-            except WriteError as error:
+                run.edited |= served.edited and place.in_forward
+            except Exception as error:  # whatever a block left there, it is this request's error
                 run.refuse(error)
-            run.edited |= served.edited and place.in_forward
             self._park(run)
         if self._recorders:
             self._record(place, live)

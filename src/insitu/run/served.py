@@ -196,6 +196,8 @@ class Served:
     def _checked(self, old: torch.Tensor, new: Any, where: str) -> torch.Tensor:
         if not isinstance(new, torch.Tensor) or new.shape != old.shape:
             raise WriteError(f"{self.what}{where} takes {_shape(old)}; got {_shape(new)}")
+        if new.layout != torch.strided or new.is_meta:
+            raise WriteError(f"{self.what}{where} takes a dense tensor with values; got {new.layout} on {new.device}")
         kind = "floating" if old.is_floating_point() else "integer"
         if new.is_floating_point() != old.is_floating_point() or new.is_complex() or new.dtype == torch.bool:
             raise WriteError(f"{self.what}{where} takes a {kind} tensor ({old.dtype}); got {new.dtype}")

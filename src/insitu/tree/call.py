@@ -15,6 +15,8 @@ class Call:
 
     _path: str
     _op: str
+    _lister: Any
+    """Asks the model for operations; stands for the model, too."""
 
     @property
     def output(self) -> Any:
@@ -67,4 +69,4 @@ class Call:
         return Place(self._path, site, self._op)
 
     def _session(self, site: str) -> Session:
-        return session_for(f"`{self._place(site)}`")
+        return session_for(f"`{self._place(site)}`", self._lister)

@@ -24,28 +24,28 @@ class Node(Call):
     model's outline is known.
     """
 
-    __slots__ = ("_operations", "_outline", "_path")
+    __slots__ = ("_lister", "_outline", "_path")
     _op = ""
 
-    def __init__(self, path: str, outline: Callable[[], Outline | None], operations: Lister | None = None) -> None:
+    def __init__(self, path: str, outline: Callable[[], Outline | None], lister: Lister | None = None) -> None:
         self._path = path
         self._outline = outline
-        self._operations = operations
+        self._lister = lister
 
     # -- the forward ----------------------------------------------------------------------
 
     @property
     def source(self) -> Source:
         """The operations in the module's Python ``forward``: ``print(module.source)`` lists them."""
-        return Source(self._path, "", self._operations)
+        return Source(self._path, "", self._lister)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Applies the real module to values of the block; fires no places."""
-        return session_for(f"calling `{self._path}`").call(self._path, args, kwargs)
+        return session_for(f"calling `{self._path}`", self._lister).call(self._path, args, kwargs)
 
     def next(self) -> Node:
         """Moves the block on to the next step; returns this module, so that its places can follow."""
-        session_for(f"`{join(self._path, 'next()')}`").move_on()
+        session_for(f"`{join(self._path, 'next()')}`", self._lister).move_on()
         return self
 
     # -- the tree -------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Node(Call):
         outline = self._outline()
         if outline is not None:
             outline.require(path)
-        return Node(path, self._outline, self._operations)
+        return Node(path, self._outline, self._lister)
 
     def _known(self, what: str) -> Outline:
         outline = self._outline()

@@ -36,6 +36,9 @@ class Session(Protocol):
         """The text of a module's forward, or of the function that an operation in it calls."""
         ...
 
+    owner: object
+    """Stands for the model that the block runs beside."""
+
     step: int
     """The step whose places the block reads; 0 is the prefill."""
 
@@ -94,12 +97,17 @@ class Session(Protocol):
 current: ContextVar[Session | None] = ContextVar("insitu_session", default=None)
 
 
-def session_for(what: str) -> Session:
-    """The session of the running block; ``OutsideTraceError`` if there is none."""
+def session_for(what: str, owner: object = None) -> Session:
+    """The session of the running block. ``OutsideTraceError`` if there is none, or if it is a block of
+    another model than the one that ``owner`` stands for."""
     session = current.get()
     if session is None:
         raise OutsideTraceError(
             f"{what} exists only while the model runs: read it inside `with model.trace(prompt):` "
             f"or `with tracer.invoke(prompt):` and keep it with `.save()`"
+        )
+    if owner is not None and session.owner is not None and session.owner is not owner:
+        raise OutsideTraceError(
+            f"{what} belongs to another model than the one that this block runs beside; trace that one by itself"
         )
     return session

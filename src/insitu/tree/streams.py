@@ -16,15 +16,16 @@ class LayerStream:
     such value.
     """
 
-    def __init__(self, name: str, layers: Callable[[], int]) -> None:
+    def __init__(self, name: str, layers: Callable[[], int], owner: object = None) -> None:
+        self._owner = owner
         self._name = name
         self._layers = layers
 
     def __getitem__(self, layer: int) -> Any:
-        return session_for(self._at(layer)).read_stream(self._name, self._index(layer))
+        return session_for(self._at(layer), self._owner).read_stream(self._name, self._index(layer))
 
     def __setitem__(self, layer: int, value: Any) -> None:
-        session_for(self._at(layer)).write_stream(self._name, self._index(layer), value)
+        session_for(self._at(layer), self._owner).write_stream(self._name, self._index(layer), value)
 
     def __len__(self) -> int:
         return self._layers()
