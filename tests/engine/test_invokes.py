@@ -196,3 +196,23 @@ def test_more_prompts_than_the_engine_runs_at_once(llama: Any) -> None:
             with tracer.invoke([1 + i % 40] * (1 + i % 7)):
                 rows = llama.model.layers[2].output[0].save()
     assert [one.shape[0] for one in rows] == [1 + i % 7 for i in range(count)]
+
+
+def test_code_with_a_barrier(llama: Any) -> None:
+    with llama.trace(**GREEDY) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke("one two three"):
+            source = llama.model.layers[1].output
+            barrier()
+            clean = llama.logits.save()
+        with tracer.invoke("one two four"):
+            barrier()
+            llama.model.layers[1].output = source
+            patched = llama.logits.save()
+    assert torch.equal(patched, clean)
+
+
+def test_save_in_the_function_form_says_what_to_write(llama: Any) -> None:
+    with pytest.raises(AttributeError) as caught:
+        llama.run(lambda tracer: llama.logits.save(), "hello", **GREEDY)
+    assert caught.value.__notes__ == ["A function's block needs no save: return the value, or write insitu.save(x)."]

@@ -94,6 +94,13 @@ class Trace(CapturedBody):
         """Every step of generation: ``tracer.iter[:]``."""
         return self.iter[:]
 
+    def barrier(self, count: int) -> Callable[[], None]:
+        """For code that has it: what is returned is called in ``count`` invokes, and holds none of them up.
+
+        It need not, since an invoke that reads a name which an earlier one binds runs after it.
+        """
+        return lambda: None
+
     def next(self) -> None:
         """Moves the block on to the next step."""
         session_for("`tracer.next()`").move_on()
