@@ -186,11 +186,7 @@ class VLLM:
         trace = Trace(self._running(), self._lock, prompt if several else [prompt], sampling)
         returned, error = trace.run_function(function)
         if error is not None:
-            if (
-                isinstance(error, AttributeError)
-                and getattr(error, "name", None) == "save"
-                and hasattr(error, "add_note")
-            ):
+            if sys.version_info >= (3, 11) and getattr(error, "name", None) == "save":
                 error.add_note("A function's block needs no save: return the value, or write insitu.save(x).")
             raise error
         return returned if several else returned[0]
