@@ -96,7 +96,7 @@ def _eager_step(eager: bool) -> Iterator[None]:
 
 def _let_steps_be_eager(home: ModuleType, name: str, **switch: bool) -> None:
     function = getattr(home, name)
-    if hasattr(function, "__wrapped__") and getattr(function, "insitu", False):
+    if getattr(function, "insitu", False):
         return
 
     @wraps(function)

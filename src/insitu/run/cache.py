@@ -11,7 +11,7 @@ import torch
 
 from insitu.block import LocationError, UnknownModuleError
 from insitu.run.cache_file import load_values, save_values
-from insitu.tree import Node, Place, join, path_of
+from insitu.tree import Node, Place, first_argument, join, path_of
 
 _SHOWN = 16
 
@@ -160,7 +160,7 @@ class Cached:
     @property
     def input(self) -> Any:
         """The first argument that it was called with; a list over the visits where there were several."""
-        return _one_or_list([_first(visit.value) for visit in self._visits("input")])
+        return _one_or_list([first_argument(visit.value) for visit in self._visits("input")])
 
     @property
     def steps(self) -> list[int]:
@@ -210,11 +210,6 @@ def _path(module: object) -> Any:
 
 def _one_or_list(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
-
-
-def _first(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    args, kwargs = inputs
-    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _described(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Nodes, places and the outline of a model. Knows neither torch nor vLLM."""
 
 from insitu.tree.call import Call as Call
+from insitu.tree.call import first_argument as first_argument
 from insitu.tree.node import Node as Node
 from insitu.tree.node import path_of as path_of
 from insitu.tree.outline import Module as Module

@@ -45,8 +45,7 @@ class Call:
     @property
     def input(self) -> Any:
         """The first argument that it is called with; rows and edits as in ``output``."""
-        args, kwargs = self.inputs
-        return args[0] if args else next(iter(kwargs.values()), None)
+        return first_argument(self.inputs)
 
     @input.setter
     def input(self, value: Any) -> None:
@@ -70,3 +69,9 @@ class Call:
 
     def _session(self, site: str) -> Session:
         return session_for(f"`{self._place(site)}`", self._lister)
+
+
+def first_argument(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """What ``.input`` is, of ``.inputs``."""
+    args, kwargs = inputs
+    return args[0] if args else next(iter(kwargs.values()), None)
