@@ -1,15 +1,12 @@
-"""Engines of other kinds than the float32, eager one: compiled, bfloat16, with adapters, embeddings, drafts."""
+"""Engines of other kinds than the float32, eager one: compiled, bfloat16, with embeddings, drafts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import insitu
 from tests import models
@@ -97,72 +94,6 @@ def test_a_bfloat16_engine_gives_and_takes_bfloat16(engines: Any) -> None:
     assert written.unique().tolist() == [torch.tensor(1 / 3, dtype=torch.bfloat16).item()]
     assert_close(mixed.float(), stream.mlp_out[1], bound=0.1)
     assert_close(logits.float(), stream.logits[-1:], bound=0.1)
-
-
-def adapter(folder: Path, seed: int) -> str:
-    """A LoRA adapter of large random weights."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(LAYERS):
-        for name, inner in (("self_attn.q_proj", WIDTH), ("mlp.down_proj", 2 * WIDTH)):
-            path = f"base_model.model.model.layers.{layer}.{name}"
-            weights[f"{path}.lora_A.weight"] = 0.3 * torch.randn(8, inner, generator=generator)
-            weights[f"{path}.lora_B.weight"] = 0.3 * torch.randn(WIDTH, 8, generator=generator)
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"], "peft_type": "LORA"}
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
-    return str(folder)
-
-
-def test_an_adapter_for_each_invoke(engines: Any, tmp_path: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
-    one, other = (LoRARequest(f"a{seed}", seed, adapter(tmp_path / f"a{seed}", seed)) for seed in (1, 2))
-    ids = ids_of("llama")
-    with own_engine(engines, "llama", enable_lora=True, max_loras=2, max_lora_rank=8) as model:
-        alone = {}
-        for lora in (None, one, other):
-            with model.trace(ids, temperature=0.0, max_tokens=4, lora_request=lora) as tracer:
-                resid = model.resid_post[3].save()
-                result = tracer.result.save()
-            alone[lora] = (resid, tokens_of(result))
-        with model.trace(temperature=0.0, max_tokens=4) as tracer:
-            for lora in (one, other, one):
-                with tracer.invoke(ids, lora_request=lora):
-                    resid = model.resid_post[3].save()
-                    result = tracer.result.save()
-    assert_close(alone[None][0], hf_stream("llama", ids).resid_post[3])
-    for lora, value, output in zip((one, other, one), resid, result, strict=True):
-        assert_close(value, alone[lora][0], lora.lora_name)
-        assert tokens_of(output) == alone[lora][1]
-    merged = with_adapter(one.lora_path, ids)
-    assert_close(alone[one][0], merged, "adapter merged into the weights", bound=5e-5)
-    assert (alone[one][0] - alone[other][0]).abs().max() > 1
-    assert (alone[one][0] - alone[None][0]).abs().max() > 1
-
-
-def with_adapter(folder: str, ids: list[int]) -> torch.Tensor:
-    """The last layer's stream in transformers, an adapter added to what its modules return."""
-    from safetensors.torch import load_file
-
-    weights = load_file(f"{folder}/adapter_model.safetensors")
-    model = models.oracle(models.tiny("llama"))
-    hooks = []
-    for layer in range(LAYERS):
-        for name in ("self_attn.q_proj", "mlp.down_proj"):
-            path = f"model.layers.{layer}.{name}"
-            down, up = (weights[f"base_model.model.{path}.lora_{side}.weight"] for side in "AB")
-
-            def add(module: Any, args: Any, output: Any, down: Any = down, up: Any = up) -> Any:
-                return output + args[0] @ down.T @ up.T * (16 / 8)
-
-            hooks.append(model.get_submodule(path).register_forward_hook(add))
-    try:
-        return models.hf_residuals(model, ids).resid_post[3]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def test_prompts_given_as_embeddings(engines: Any) -> None:

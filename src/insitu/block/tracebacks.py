@@ -18,7 +18,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 __all__ = ["is_library_file", "set_traceback", "shows_library", "user_lines", "user_traceback"]
@@ -71,6 +71,14 @@ def shows_library() -> bool:
 def is_library_file(filename: str) -> bool:
     """Whether code with this file name is part of the library."""
     return filename.startswith(_PACKAGE)
+
+
+def user_frame() -> FrameType:
+    """The innermost frame that is not the library's."""
+    frame = sys._getframe(1)
+    while is_library_file(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def set_traceback(error: BaseException, traceback: TracebackType | None, context: BaseException | None) -> None:

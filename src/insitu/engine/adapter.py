@@ -12,6 +12,7 @@ import torch
 
 from insitu.engine.host import Host
 from insitu.engine.job import job_id
+from insitu.engine.lora import Loras
 from insitu.run import BlockRun, Interleaver, Rows
 
 
@@ -30,6 +31,9 @@ class Adapter:
         safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
         self.interleaver = Interleaver(model, self._compute_logits, safe_ids)
         self.host = Host(self.interleaver)
+        self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
+        if self.loras:
+            self.interleaver.beside = self.loras.beside
         self.runs: dict[str, BlockRun] = {}
         self.waits_in_forward = False
         self._expects_logits = False
@@ -60,7 +64,7 @@ class Adapter:
             if job is not None:
                 tokens = scheduled.num_scheduled_tokens[new.req_id]
                 length, ids = _prompt_length(new), new.prompt_token_ids
-                self.host.admit(new.req_id, job, new.num_computed_tokens, tokens, length, ids)
+                self.host.admit(new.req_id, job, new.num_computed_tokens, tokens, length, ids, new.lora_request)
 
     def token_rows(self, order: Iterable[str], counts: Mapping[str, int], total: int) -> dict[BlockRun, Rows]:
         """The runs' rows in a forward over ``total`` tokens, padding included."""

@@ -74,15 +74,22 @@ class Host:
     # -- the runner's side ----------------------------------------------------------------
 
     def admit(
-        self, request: str, job: str, computed: int, scheduled: int, prompt: int, ids: Sequence[int] | None
+        self,
+        request: str,
+        job: str,
+        computed: int,
+        scheduled: int,
+        prompt: int,
+        ids: Sequence[int] | None,
+        adapter: Any = None,
     ) -> None:
         """A request appears in a step for the first time, with ``scheduled`` of the ``prompt`` tokens of its
-        prompt, whose ``ids`` are known unless it is given by embeddings."""
+        prompt, whose ``ids`` are known unless it is given by embeddings, and the LoRA ``adapter`` that it asks for."""
         if job not in self.jobs or request in self._live:
             return  # the V2 runner announces resumed requests once more
         execution = self.jobs[job].execution()
         live = _Live(BlockRun(execution, self.interleaver, self.jobs[job].length), execution, request)
-        live.run.prompt, live.run.owner = ids, self.jobs[job].owner
+        live.run.prompt, live.run.owner, live.run.adapter = ids, self.jobs[job].owner, adapter
         self._live[request] = live
         self._by_job.setdefault(job, []).append(live)
         if computed or scheduled != prompt:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 
-from insitu.block import EngineError, RequestError
+from insitu.block import ArgumentError, EngineError, RequestError
+from insitu.block.tracebacks import user_frame
 from insitu.engine.host import Stats
 from insitu.engine.job import BY_BLOCK, Job, tagged
 from insitu.engine.launch import launch, shut_down
 from insitu.engine.loop import EngineLoop, FailedStepError, Request
+from insitu.engine.lora import require_applied
 from insitu.engine.prompts import Limits, as_prompt
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
 from insitu.run import Names, Outcome, ordinary
@@ -74,6 +78,7 @@ class InProcess:
         self._loop = EngineLoop(llm)
         self._failure: BaseException | None = None
         self.owner: object = None
+        self._adapters: set[tuple[int, str]] = set()
 
     @classmethod
     def launch(cls, repo: str, engine_args: Mapping[str, Any]) -> InProcess:
@@ -110,7 +115,24 @@ class InProcess:
             )
         check_sampling(settings)
         params = sampling_params(settings)
-        return Prepared(as_prompt(prompt, lambda: self.tokenizer, self._limits), params, settings.get("lora_request"))
+        lora = settings.get("lora_request")
+        if lora is not None:
+            self._require_applied(lora)
+        return Prepared(as_prompt(prompt, lambda: self.tokenizer, self._limits), params, lora)
+
+    def _require_applied(self, lora: LoRARequest) -> None:
+        asked = (lora.lora_int_id, lora.lora_path)
+        if asked in self._adapters and not lora.load_inplace:
+            return
+        fit = self._rpc("insitu_fit", lora)
+        if fit is None:
+            raise ArgumentError(
+                "lora_request: this engine has no room for adapters; load the model with enable_lora=True"
+            )
+        if said := require_applied(lora, fit):
+            frame = user_frame()
+            warnings.warn_explicit(said, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+        self._adapters.add(asked)
 
     def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
         """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""

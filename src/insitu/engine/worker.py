@@ -9,6 +9,7 @@ import vllm
 from insitu.block import EngineError
 from insitu.engine.host import Host, Stats
 from insitu.engine.job import Job
+from insitu.engine.lora import Fit, Loras
 from insitu.engine.runner_v1 import V1Adapter
 from insitu.engine.runner_v2 import V2Adapter
 from insitu.run import Names, Outcome, names_of
@@ -19,6 +20,7 @@ class InsituWorker:
     """Called from the client by ``collective_rpc``. Names are prefixed, since they live in vLLM's class."""
 
     insitu_host: Host | None = None
+    insitu_loras: Loras | None = None
 
     def insitu_attach(self) -> tuple[Outline, int]:
         """Puts insitu beside the model runner; returns the model's outline and its number of layers.
@@ -34,6 +36,7 @@ class InsituWorker:
             )
         adapter = fitting[0](runner)
         self.insitu_host = adapter.host
+        self.insitu_loras = adapter.loras
         return adapter.interleaver.modules.outline(), adapter.interleaver.anatomy.layers
 
     def insitu_submit(self, jobs: list[Job]) -> None:
@@ -47,6 +50,10 @@ class InsituWorker:
 
     def insitu_in_flight(self) -> int:
         return self._insitu.in_flight()
+
+    def insitu_fit(self, adapter: Any) -> Fit | None:
+        """How a LoRA adapter fits the model; None if the engine was built without adapters."""
+        return self.insitu_loras.fit(adapter) if self.insitu_loras else None
 
     def insitu_stats(self) -> Stats:
         return Stats(self._insitu.eager_steps, self._insitu.plain_steps)

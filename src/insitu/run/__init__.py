@@ -8,5 +8,6 @@ from insitu.run.program import Outcome as Outcome
 from insitu.run.program import ordinary as ordinary
 from insitu.run.program import outcome_of as outcome_of
 from insitu.run.served import Rows as Rows
+from insitu.run.served import tensors_of as tensors_of
 from insitu.run.standard_names import Names as Names
 from insitu.run.standard_names import names_of as names_of

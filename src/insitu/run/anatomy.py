@@ -15,6 +15,7 @@ import torch
 from insitu.block import LocationError
 from insitu.run.anatomy_layouts import TRANSFORMERS_TRUNKS, VLLM_MODELS, Layout
 from insitu.run.modules import ModuleTable
+from insitu.run.served import tensors_of
 from insitu.tree import Place, join
 
 
@@ -30,7 +31,7 @@ class Stream:
     multiplier: float = 1.0
 
     def parts(self, value: Any) -> list[torch.Tensor]:
-        return [tensor for tensor in _tensors(value) if tensor.is_floating_point()][: self.count]
+        return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()][: self.count]
 
 
 class Anatomy:
@@ -105,13 +106,3 @@ class Anatomy:
     def _count(self, layers: str) -> int:
         prefix = join(layers, "")
         return sum(path.startswith(prefix) and path[len(prefix) :].isdigit() for path in self._modules.by_path)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []

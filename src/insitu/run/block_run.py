@@ -58,6 +58,7 @@ class BlockRun:
     def __init__(self, program: Callable[[], Any], model: Model, length: int | None = None) -> None:
         self.length = length
         self.owner: object = None
+        self.adapter: Any = None
         self._program = program
         self._model = model
         self._state = TorchState()

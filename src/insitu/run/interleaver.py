@@ -7,6 +7,7 @@ request sees of a value is in ``served``, the coroutine in ``block_run``, vLLM i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -57,6 +58,8 @@ class Interleaver:
         self._open = False
         self._muted = False
         self._vocabulary = 0
+        self.beside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        """What calls of modules on values of a block, which it is given, run in."""
 
     # -- one step -------------------------------------------------------------------------
 
@@ -173,19 +176,19 @@ class Interleaver:
         module = self.modules[path]
         if self.modules.has_state(module):
             raise refusals.holds_state(path, module)
-        return self._aside(partial(module, *args, **kwargs))
+        return self._aside(partial(module, *args, **kwargs), (args, kwargs))
 
     def _own_forward(self, module: torch.nn.Module) -> Callable[..., Any]:
         forward = module.forward
         return forward.args[1] if isinstance(forward, partial) and forward.func == self._visit else forward
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._aside(partial(self._unembed, hidden))
+        return self._aside(partial(self._unembed, hidden), hidden)
 
-    def _aside(self, compute: Callable[[], Any]) -> Any:
+    def _aside(self, compute: Callable[[], Any], given: Any) -> Any:
         muted, self._muted = self._muted, True
         try:
-            with torch.inference_mode():
+            with self.beside(given), torch.inference_mode():
                 value = compute()
         finally:
             self._muted = muted
@@ -343,6 +346,7 @@ class Interleaver:
 
     def _ids_below(self, place: Place) -> int:
         module = self.modules.by_path.get(place.path)
+        module = getattr(module, "base_layer", module)  # with adapters
         sizes = (getattr(module, name, None) for name in ("org_vocab_size", "num_embeddings"))
         return next(filter(None, sizes), self._safe_ids)
 

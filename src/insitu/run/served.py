@@ -50,6 +50,13 @@ def map_tensors(value: Any, convert: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value``, in order."""
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
 def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     """A tuple, named tuple or list like ``value``, of other parts."""
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
