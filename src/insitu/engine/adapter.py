@@ -95,9 +95,11 @@ class Adapter:
         return logits if logits is None else self.interleaver.logits(logits)
 
     def mark_ended(self, output: Any) -> None:
-        """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here."""
+        """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here, and which it may
+        preempt from now on."""
         if self.runs:
             output.insitu_ended = self.host.ended(self.runs)
+            output.insitu_released = self.host.released(self.runs)
 
 
 class _Wrapped:

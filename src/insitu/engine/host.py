@@ -121,6 +121,12 @@ class Host:
         """The runs that go on beside these requests, by request."""
         return {request: self._live[request].run for request in requests if request in self._live}
 
+    def released(self, requests: Iterable[str]) -> frozenset[str]:
+        """Of these requests, those that may be preempted from now on."""
+        return frozenset(
+            request for request in requests if (live := self._live.get(request)) and _bears_preemption(live.run)
+        )
+
     def ended(self, requests: Iterable[str]) -> frozenset[str]:
         """Of these requests, those that end here: their block failed, or called ``tracer.stop()``."""
         return frozenset(request for request in requests if (live := self._live.get(request)) and _over(live.run))

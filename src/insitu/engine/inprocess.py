@@ -19,7 +19,7 @@ from insitu.engine.job import BY_BLOCK, Job, tagged
 from insitu.engine.launch import launch, shut_down
 from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.lora import require_applied
-from insitu.engine.prompts import Limits, as_prompt
+from insitu.engine.prompts import Limits, as_prompt, require_room
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
 from insitu.run import Names, Outcome, ordinary
 from insitu.tree import Listing, Outline
@@ -118,7 +118,9 @@ class InProcess:
         lora = settings.get("lora_request")
         if lora is not None:
             self._require_applied(lora)
-        return Prepared(as_prompt(prompt, lambda: self.tokenizer, self._limits), params, lora)
+        given = as_prompt(prompt, lambda: self.tokenizer, self._limits)
+        require_room(given, params.max_tokens, self._limits)
+        return Prepared(given, params, lora)
 
     def _require_applied(self, lora: LoRARequest) -> None:
         asked = (lora.lora_int_id, lora.lora_path)
@@ -192,7 +194,15 @@ def _limits(config: VllmConfig) -> Limits:
         steps["long_prefill_token_threshold"] = scheduler.long_prefill_token_threshold
     setting = min(steps, key=lambda name: steps[name])
     model = config.model_config
-    return Limits(model.max_model_len, steps[setting], model.get_vocab_size(), setting)
+    return Limits(model.max_model_len, steps[setting], model.get_vocab_size(), setting, _cache_tokens(config))
+
+
+def _cache_tokens(config: VllmConfig) -> int:
+    """How many tokens of one request the KV cache has room for: of all blocks, one is vLLM's own."""
+    cache, model = config.cache_config, config.model_config
+    if not cache.num_gpu_blocks or model.is_hybrid or model.is_attention_free or model.get_sliding_window():
+        return model.max_model_len  # blocks of other kinds, or that are used again
+    return min(model.max_model_len, (cache.num_gpu_blocks - 1) * cache.block_size)
 
 
 def _request(prepared: Prepared, job: Job) -> Request:

@@ -19,6 +19,8 @@ class Limits:
     vocab_size: int
     step_setting: str = "max_num_batched_tokens"
     """The engine argument that sets ``max_step_tokens``."""
+    cache_tokens: int = sys.maxsize
+    """What the KV cache holds of one request."""
 
 
 _NO_LIMITS = Limits(sys.maxsize, sys.maxsize, sys.maxsize)
@@ -47,6 +49,18 @@ def token_ids(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     if found is None:
         raise PromptError("this prompt has embeddings or other data instead of text, so that its tokens are not known")
     return found
+
+
+def require_room(prompt: Mapping[str, Any], max_tokens: int | None, limits: Limits) -> None:
+    """Raises ``PromptError`` if the KV cache can't hold a prompt with all that may be generated after it."""
+    given = prompt.get("prompt_token_ids", prompt.get("prompt_embeds", ()))
+    whole = limits.max_model_len if max_tokens is None else min(limits.max_model_len, len(given) + max_tokens)
+    if whole > limits.cache_tokens:
+        raise PromptError(
+            f"the prompt of {len(given)} tokens and what may be generated come to {whole} tokens, but the KV cache "
+            f"has room for {limits.cache_tokens}: lower max_tokens, or load the model with a smaller max_model_len or "
+            f"more memory for the KV cache (kv_cache_memory_bytes, gpu_memory_utilization)"
+        )
 
 
 def are_several(prompt: Any) -> bool:

@@ -1,7 +1,7 @@
-"""vLLM's scheduler, with the two things that a traced request needs of it.
+"""vLLM's scheduler, with the three things that a traced request needs of it.
 
-Its prompt is computed in one step, so that its block sees every row at once; and its block can
-end it.
+Its prompt is computed in one step, so that its block sees every row at once; it keeps its memory for as
+long as its block goes on; and its block can end it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from insitu.engine.job import BY_BLOCK, job_id
+from insitu.engine.reserved import Reserved
+
+_NEVER_PREEMPTED = -(2**31)
 
 
 class TracedScheduler(Scheduler):
@@ -26,36 +30,69 @@ class TracedScheduler(Scheduler):
         concrete = _Async if vllm_config.scheduler_config.async_scheduling else _Sync
         return object.__new__(concrete)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reserved = Reserved(self.kv_cache_manager, self.max_model_len)
+
+    def add_request(self, request: Request) -> None:
+        self._reserved.add(request)
+        super().add_request(request)
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         limit = self.max_num_running_reqs
-        self.max_num_running_reqs = min(limit, len(self.running) + self._whole_prompts(limit))
+        if self._reserved:
+            self._reserved.keep_only(self.requests)
+            self._put_victims_last()
+        self.max_num_running_reqs = min(limit, len(self.running) + self._may_begin(limit))
         try:
             return super().schedule(*args, **kwargs)
         finally:
             self.max_num_running_reqs = limit
 
-    def _whole_prompts(self, limit: int) -> int:
-        """How many waiting requests can begin in this step before a traced prompt would be split.
+    def _put_victims_last(self) -> None:
+        """vLLM preempts the last of the running requests, or those of the largest priority value."""
+        self.running.sort(key=lambda request: request not in self._reserved)
+        if self.policy == SchedulingPolicy.PRIORITY:
+            for request in self.running:
+                if request in self._reserved:
+                    request.priority = _NEVER_PREEMPTED
+
+    def _may_begin(self, limit: int) -> int:
+        """How many waiting requests can begin in this step before a traced prompt would be split, or a traced
+        request begun for which there may not be room to the end.
 
         Never 0 while nothing runs: a traced prompt larger than a whole step is split, and its block
         told. One that is resumed may be split, since its block sees no more of it.
         """
         budget = self.max_num_scheduled_tokens - sum(map(_tokens_left, self.running))
+        reserved, loras = sum(map(self._reserved.need, self.running)), set(map(_lora, self.running)) - {0}
         count = 0
         for request in chain(self.skipped_waiting, self.waiting):
             if count >= limit:
                 return limit
-            tokens = _tokens_left(request)
+            tokens, need = _tokens_left(request), self._reserved.need(request)
             if budget < tokens <= self.max_num_scheduled_tokens and _is_to_be_whole(request):
+                return count
+            if need and reserved and reserved + need > self._reserved.room:
                 return count
             # At most so many: those before it may find parts of theirs in the prefix cache.
             budget -= tokens
-            # One that is blocked may be passed over, so it does not count as a place taken.
-            count += not self._is_blocked_waiting_status(request.status)
+            reserved += need
+            # One that may be passed over is not sure to take a place.
+            count += not self._may_be_passed_over(request, loras)
         return limit
+
+    def _may_be_passed_over(self, request: Request, loras: set[int]) -> bool:
+        """Whether vLLM may admit a later request in this one's stead; if not, notes its adapter in ``loras``."""
+        with_its = loras | {_lora(request)} - {0}
+        if self.lora_config is not None and len(with_its) > self.lora_config.max_loras:
+            return True
+        loras |= with_its
+        return self._is_blocked_waiting_status(request.status) or request.num_stale_output_tokens > 0
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         self._ended: frozenset[str] = getattr(model_runner_output, "insitu_ended", frozenset())
+        self._reserved.release(getattr(model_runner_output, "insitu_released", ()))
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _update_request_with_output(
@@ -80,6 +117,10 @@ class _Async(TracedScheduler, AsyncScheduler):
 
 def _is_to_be_whole(request: Request) -> bool:
     return request.num_preemptions == 0 and job_id(request.sampling_params) is not None
+
+
+def _lora(request: Request) -> int:
+    return request.lora_request.lora_int_id if request.lora_request else 0
 
 
 def _tokens_left(request: Request) -> int:
