@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -358,22 +359,37 @@ def test_a_block_that_has_read_all_it_reads_bears_being_preempted(preempting: An
         assert tokens_of(seen["result"]) == tokens
 
 
-def test_an_edit_that_preemption_would_undo_is_an_error(preempting: Any) -> None:
+def test_a_request_with_an_edited_prompt_goes_on_as_alone(preempting: Any) -> None:
     """Never a text that goes on from an edited prompt half the way, and from the plain one after that."""
-    first = preempting.model.layers[0]
-    with preempting.trace(PREEMPTED[0], temperature=0.0, max_tokens=60, ignore_eos=True):
-        first.output[0][:10] = 3.0
-    with (
-        pytest.raises(BaseExceptionGroup) as caught,  # noqa: F821
-        preempting.trace(temperature=0.0, max_tokens=60, ignore_eos=True) as tracer,
-    ):
-        for ids in PREEMPTED:
-            with tracer.invoke(ids):
-                first.output[0][:10] = 3.0
-    assert 0 < len(caught.value.exceptions) < len(PREEMPTED)
-    for error in caught.value.exceptions:
-        assert isinstance(error, insitu.RequestError)
-        assert "preempted" in str(error)
+
+    def edited(prompts: list[list[int]]) -> list[list[int]]:
+        def block(tracer: Any) -> Any:
+            preempting.model.layers[0].output[0][:10] = 3.0
+            return tokens_of(tracer.result)
+
+        return preempting.run(block, prompts, temperature=0.0, max_tokens=60, ignore_eos=True)
+
+    assert edited(PREEMPTED)[:3] == [edited([ids])[0] for ids in PREEMPTED[:3]]
+
+
+def test_what_somebody_preempts_by_hand_is_an_error(preempting: Any) -> None:
+    """`reset_prefix_cache(reset_running_requests=True)` takes the memory of all running requests away."""
+    llm, steps = preempting.vllm_entrypoint, itertools.count()
+    core = llm.llm_engine.engine_core
+
+    def get_output() -> Any:
+        if next(steps) == 2:
+            llm.reset_prefix_cache(reset_running_requests=True)
+        return type(core).get_output(core)
+
+    core.get_output = get_output
+    try:
+        with pytest.raises(insitu.RequestError, match=r"preempted.*can't be run twice"):
+            with preempting.trace(PREEMPTED[0], temperature=0.0, max_tokens=20, ignore_eos=True) as tracer:
+                for _ in tracer.iter[:]:
+                    preempting.resid_post[0]
+    finally:
+        del core.get_output
     assert preempting.in_flight() == 0
 
 

@@ -198,24 +198,16 @@ def test_refusals_show_the_line(llama: Any) -> None:
                 pass
 
 
-def test_a_request_that_records_can_t_be_preempted(engines: Any) -> None:
-    """Resuming would compute its prompt and what it has generated as one step."""
+def test_a_request_that_records_is_not_preempted(engines: Any) -> None:
     prompts = [torch.randint(4, 480, (60,), generator=torch.manual_seed(seed)).tolist() for seed in range(8)]
     settings = {"block_size": 16, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     with own_engine(engines, "llama", **settings) as model:
-        with pytest.raises(BaseExceptionGroup) as caught:  # noqa: F821
-            with model.trace(temperature=0.0, max_tokens=60, ignore_eos=True) as tracer:
-                for ids in prompts:
-                    with tracer.invoke(ids):
-                        cache = tracer.cache("model.norm")
-        failed = {error.invoke for error in caught.value.exceptions}
-        assert 0 < len(failed) < len(prompts)
-        for error in caught.value.exceptions:
-            assert isinstance(error, insitu.RequestError)
-            assert "preempted" in str(error)
-        for i, (ids, one) in enumerate(zip(prompts, cache, strict=True)):
-            if i not in failed:
-                rows = [normed[0] for normed in one["model.norm"].output]
-                assert one["model.norm"].steps == list(range(60))
-                assert [len(each) for each in rows] == [len(ids)] + [1] * 59
-                assert_close(rows[0], hf_stream("llama", ids).final_norm)
+        with model.trace(temperature=0.0, max_tokens=60, ignore_eos=True) as tracer:
+            for ids in prompts:
+                with tracer.invoke(ids):
+                    cache = tracer.cache("model.norm")
+        for ids, one in zip(prompts, cache, strict=True):
+            rows = [normed[0] for normed in one["model.norm"].output]
+            assert one["model.norm"].steps == list(range(60))
+            assert [len(each) for each in rows] == [len(ids)] + [1] * 59
+            assert_close(rows[0], hf_stream("llama", ids).final_norm)

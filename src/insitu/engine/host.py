@@ -112,8 +112,9 @@ class Host:
                 continue
             live.run.refuse(
                 RequestError(
-                    "vLLM preempted this request because its KV cache is full, and a block can't be run "
-                    "twice: trace fewer prompts at once (max_num_seqs) or give the KV cache more memory"
+                    "this request was preempted (by reset_prefix_cache with reset_running_requests, or because the KV "
+                    "cache is full), and a block can't be run twice: trace again, with more memory for the KV cache "
+                    "if that was full"
                 )
             )
 
