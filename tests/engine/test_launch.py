@@ -49,7 +49,7 @@ def test_an_argument_that_vllm_does_not_have(tiny_folder: Any, argument: dict[st
         insitu.VLLM(tiny_folder("llama"), dispatch=True, **argument)
 
 
-@pytest.mark.parametrize("argument", [{"mode": "async"}, {"taps": ["model.layers.*"]}])
+@pytest.mark.parametrize("argument", [{"mode": "async"}])
 def test_what_this_version_does_not_do_yet(argument: dict[str, Any]) -> None:
     with pytest.raises(insitu.ArgumentError, match="this version"):
         insitu.VLLM("anything", **argument)

@@ -13,7 +13,9 @@ import torch
 from insitu.engine.host import Host
 from insitu.engine.job import job_id
 from insitu.engine.lora import Loras
-from insitu.run import BlockRun, Interleaver, Rows
+from insitu.engine.taps import interleaver_for
+from insitu.run import BlockRun, Rows
+from insitu.run.tapped import TappedInterleaver
 
 
 class Adapter:
@@ -29,13 +31,14 @@ class Adapter:
         model = runner.get_model()
         self._compute_logits: Callable[..., Any] = model.compute_logits
         safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
-        self.interleaver = Interleaver(model, self._compute_logits, safe_ids)
+        self.interleaver = interleaver_for(runner, model, self._compute_logits, safe_ids)
         self.host = Host(self.interleaver)
         self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
         if self.loras:
             self.interleaver.beside = self.loras.beside
         self.runs: dict[str, BlockRun] = {}
         self.waits_in_forward = False
+        self.tapped = False
         self._expects_logits = False
         for name in self.METHODS:
             setattr(runner, name, _Wrapped(getattr(self, name), getattr(runner, name)))
@@ -53,8 +56,21 @@ class Adapter:
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
         self.waits_in_forward = bool(self.runs) and self.interleaver.begin(self.runs.values())
         self._expects_logits = bool(self.runs)
+        self.tapped = bool(self.runs) and self.interleaver.tapped
         self.host.eager_steps += self.waits_in_forward
-        self.host.plain_steps += bool(scheduled.total_num_scheduled_tokens) and not self.waits_in_forward
+        self.host.tapped_steps += self.tapped
+        plain = not self.waits_in_forward and not self.tapped
+        self.host.plain_steps += bool(scheduled.total_num_scheduled_tokens) and plain
+
+    @property
+    def at_taps(self) -> TappedInterleaver:
+        """The interleaver, in a step that is ``tapped``."""
+        assert isinstance(self.interleaver, TappedInterleaver)
+        return self.interleaver
+
+    def count_again(self) -> None:
+        """A tapped step came to need an eager forward after all."""
+        self.host.eager_steps += 1
 
     def _admit(self, scheduled: Any) -> None:
         self.host.preempted(scheduled.preempted_req_ids or ())

@@ -21,11 +21,15 @@ class _Live:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts since the engine started. ``eager_steps``: a block waited for a module;
-    ``plain_steps``: none did, so the step ran as vLLM would run it."""
+    """Counts since the engine started. ``eager_steps``: a block waited for a module without a tap;
+    ``tapped_steps``: all that waited for modules were served at taps; ``plain_steps``: none waited for one,
+    so the step ran as vLLM would run it. A tapped step that had to be run again eagerly counts as both.
+    ``tap_bytes``: what the taps hold on the device."""
 
     eager_steps: int = 0
     plain_steps: int = 0
+    tapped_steps: int = 0
+    tap_bytes: int = 0
 
 
 @dataclass
@@ -36,6 +40,7 @@ class Host:
     jobs: dict[str, Job] = field(default_factory=dict)
     eager_steps: int = 0
     plain_steps: int = 0
+    tapped_steps: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
     _by_job: dict[str, list[_Live]] = field(default_factory=dict)
 

@@ -22,7 +22,7 @@ from insitu.engine.lora import require_applied
 from insitu.engine.prompts import Limits, as_prompt, require_room
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
 from insitu.run import Names, Outcome, ordinary
-from insitu.tree import Listing, Outline
+from insitu.tree import Listing, Outline, Place
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,13 @@ class InProcess:
         self._adapters: set[tuple[int, str]] = set()
 
     @classmethod
-    def launch(cls, repo: str, engine_args: Mapping[str, Any]) -> InProcess:
-        return cls(launch(repo, engine_args))
+    def launch(cls, repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = ()) -> InProcess:
+        llm = launch(repo, engine_args, taps)
+        try:
+            return cls(llm)
+        except BaseException:
+            shut_down(llm)
+            raise
 
     @property
     def tokenizer(self) -> Any:
@@ -95,6 +100,14 @@ class InProcess:
 
     def stats(self) -> Stats:
         return self._rpc("insitu_stats")
+
+    def taps(self) -> dict[Place, bool]:
+        """The places that have taps, and whether any forward has come by."""
+        return self._rpc("insitu_taps")
+
+    def use_taps(self, use: bool) -> None:
+        """Whether blocks are served at taps; if not, by eager steps there too."""
+        self._rpc("insitu_use_taps", use)
 
     def operations(self, path: str, op: str) -> Listing:
         """The text of a module's forward, or of what an operation in it calls."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllm.v1.engine import core as engine_core
 
 from insitu.block import ArgumentError, EngineError
 from insitu.engine.names import require_known
+from insitu.engine.taps import KEY
 
 _OURS = {
     "worker_extension_cls": "insitu.engine.worker.InsituWorker",
@@ -29,7 +30,7 @@ _GIB = 2**30
 _KNOWN = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
 
 
-def launch(repo: str, engine_args: Mapping[str, Any]) -> LLM:
+def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = ()) -> LLM:
     """The engine that ``vllm.LLM(repo, **engine_args)`` builds, in this process.
 
     Raises ``ArgumentError`` for an argument that vLLM does not have, ``EngineError`` if there is no
@@ -43,11 +44,20 @@ def launch(repo: str, engine_args: Mapping[str, Any]) -> LLM:
         raise ArgumentError("this version runs one rank: leave tensor_parallel_size and pipeline_parallel_size at 1")
     _require_model(repo)
     with _in_process(), _output_with_descriptor():
-        llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS})
+        llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)})
     kind = llm.llm_engine.vllm_config.model_config.runner_type
     if kind != "generate":
         raise EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
     return llm
+
+
+def _with_taps(engine_args: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any]:
+    if not taps:
+        return {}
+    given = engine_args.get("additional_config") or {}
+    if not isinstance(given, dict):
+        raise ArgumentError("taps travel to the workers in vLLM's additional_config, which must be a dict or left out")
+    return {"additional_config": {**given, KEY: list(taps)}}
 
 
 def shut_down(llm: LLM) -> None:

@@ -50,8 +50,7 @@ class VLLM:
     ) -> None:
         if mode != "sync":
             raise ArgumentError(f"mode={mode!r}: this version runs mode='sync' only")
-        if taps:
-            raise ArgumentError("taps: this version serves every place by eager steps; leave taps out")
+        self._taps = tuple([taps] if isinstance(taps, str) else taps)
         self._repo = repo
         self._engine_args = engine_args
         self._engine: InProcess | None = None
@@ -129,9 +128,10 @@ class VLLM:
                 if self._closed:
                     raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
                 if self._engine is None:
-                    self._engine = _in_process().launch(self._repo, self._engine_args)
-                    self._engine.owner = self._owner
-                    self._engine.owner = self._owner
+                    engine = _in_process().launch(self._repo, self._engine_args, self._taps)
+                    if self._taps:
+                        _check_taps(engine, self._lock)
+                    engine.owner, self._engine = self._owner, engine
         return self._engine
 
     @overload
@@ -343,3 +343,13 @@ def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> Check
     from insitu.engine.check import PROMPTS, check
 
     return check(model, PROMPTS if prompts is None else prompts, reference)
+
+
+def _check_taps(engine: InProcess, lock: threading.RLock) -> None:
+    from insitu.engine.tap_check import check_taps
+
+    try:
+        check_taps(engine, lock)
+    except BaseException:
+        engine.close()
+        raise

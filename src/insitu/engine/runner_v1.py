@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 from insitu.engine.adapter import Adapter
+from insitu.engine.taps import without_one_graph
 
 Method = Callable[..., Any]
 
@@ -39,13 +41,23 @@ class V1Adapter(Adapter):
     def _determine_batch_execution_and_padding(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         if self.waits_in_forward:
             kwargs["force_eager"] = True
+        elif self.tapped and not self.interleaver.one_graph:
+            kwargs.update(without_one_graph(self.runner.vllm_config, {"use_cascade_attn": True}, {"force_eager": True}))
         return original(*args, **kwargs)
 
     def _model_forward(self, original: Method, *args: Any, **kwargs: Any) -> Any:
-        if self.waits_in_forward:
-            get_forward_context().skip_compiled = True
-            rows = self.token_rows(self.order(), self._scheduled, _rows_in(kwargs))
-            self.interleaver.open(rows)
+        if not self.waits_in_forward and not self.tapped:
+            return original(*args, **kwargs)
+        rows = self.token_rows(self.order(), self._scheduled, _rows_in(kwargs))
+        if self.tapped:
+            self.at_taps.open_compiled(rows)
+            output = original(*args, **kwargs)
+            if not self.at_taps.after_compiled():
+                return output
+            self.count_again()
+        context = get_forward_context()
+        context.skip_compiled, context.cudagraph_runtime_mode = True, CUDAGraphMode.NONE
+        self.interleaver.open(rows)
         return original(*args, **kwargs)
 
     def _sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:

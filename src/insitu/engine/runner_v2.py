@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
+from vllm.forward_context import set_forward_context
+
 from insitu.engine.adapter import Adapter
+from insitu.engine.taps import without_one_graph
 
 Method = Callable[..., Any]
 
-_eager: ContextVar[bool] = ContextVar("insitu_eager_step", default=False)
+_EAGER = {"need_eager": True, "skip_compiled": True}
+_PIECES = {"uniform_token_count": None}
+_switches: ContextVar[Mapping[str, Any]] = ContextVar("insitu_step", default=MappingProxyType({}))
+"""Arguments of vLLM's two functions that are to be others in the step at hand."""
 
 
 class V2Adapter(Adapter):
@@ -29,8 +36,8 @@ class V2Adapter(Adapter):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         home = sys.modules[_home(type(runner)).__module__]
-        _let_steps_be_eager(home, "dispatch_cg_and_sync_dp", need_eager=True)
-        _let_steps_be_eager(home, "set_forward_context", skip_compiled=True)
+        _let_steps_choose(home, "dispatch_cg_and_sync_dp")
+        _let_steps_choose(home, "set_forward_context")
 
     @classmethod
     def fits(cls, runner: Any) -> bool:
@@ -47,8 +54,11 @@ class V2Adapter(Adapter):
             return original(scheduled, *args, **kwargs)
         self.begin(scheduled)
         try:
-            with _eager_step(self.waits_in_forward):
-                return original(scheduled, *args, **kwargs)
+            with _step(self._path()):
+                output = original(scheduled, *args, **kwargs)
+            if self.tapped and self.at_taps.after_compiled():
+                self._forward_again()
+            return output
         except BaseException:
             self.interleaver.close()
             raise
@@ -56,10 +66,36 @@ class V2Adapter(Adapter):
     def prepare_inputs(self, original: Method, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(scheduled, *args, **kwargs)
         self._batch = batch
-        if self.waits_in_forward:
+        if self.waits_in_forward or self.tapped:
             total = batch.num_tokens_after_padding
-            self.interleaver.open(self.token_rows(batch.req_ids, scheduled.num_scheduled_tokens, total))
+            self._rows = self.token_rows(batch.req_ids, scheduled.num_scheduled_tokens, total)
+            (self.at_taps.open_compiled if self.tapped else self.interleaver.open)(self._rows)
         return batch
+
+    def _path(self) -> Mapping[str, Any]:
+        if self.waits_in_forward:
+            return _EAGER
+        if self.tapped and not self.interleaver.one_graph:
+            return without_one_graph(self.runner.vllm_config, _PIECES, {"need_eager": True})
+        return {}
+
+    def _forward_again(self) -> None:
+        """The step's forward once more, eagerly."""
+        self.count_again()
+        self.interleaver.open(self._rows)
+        runner, state, batch = self.runner, self.runner.execute_model_state, self._batch
+        inputs = {"input_ids": batch.input_ids, "positions": batch.positions}
+        inputs |= {"inputs_embeds": None, "intermediate_tensors": None}
+        inputs |= runner.model_state.prepare_inputs(batch, runner.req_states)
+        with set_forward_context(
+            state.attn_metadata,
+            runner.vllm_config,
+            num_tokens=batch.num_tokens_after_padding,
+            slot_mapping=state.slot_mappings_by_layer,
+            skip_compiled=True,
+        ):
+            hidden = runner.model(**inputs)
+        runner.execute_model_state = state._replace(hidden_states=hidden)
 
     def sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         sampled = original(*args, **kwargs)
@@ -86,22 +122,28 @@ def _home(kind: type) -> type:
 
 
 @contextmanager
-def _eager_step(eager: bool) -> Iterator[None]:
-    token = _eager.set(eager)
+def _step(switches: Mapping[str, Any]) -> Iterator[None]:
+    token = _switches.set(switches)
     try:
         yield
     finally:
-        _eager.reset(token)
+        _switches.reset(token)
 
 
-def _let_steps_be_eager(home: ModuleType, name: str, **switch: bool) -> None:
+def _let_steps_choose(home: ModuleType, name: str) -> None:
     function = getattr(home, name)
     if getattr(function, "insitu", False):
         return
+    signature = inspect.signature(function)
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{**kwargs, **switch} if _eager.get() else kwargs)
+        switches = {key: value for key, value in _switches.get().items() if key in signature.parameters}
+        if not switches:
+            return function(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.arguments.update(switches)
+        return function(*call.args, **call.kwargs)
 
     wrapper.insitu = True  # type: ignore[attr-defined]
     setattr(home, name, wrapper)

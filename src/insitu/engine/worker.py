@@ -7,13 +7,17 @@ from typing import Any
 import vllm
 
 from insitu.block import EngineError
+from insitu.engine import taps
 from insitu.engine.host import Host, Stats
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, Loras
 from insitu.engine.runner_v1 import V1Adapter
 from insitu.engine.runner_v2 import V2Adapter
 from insitu.run import Names, Outcome, names_of
-from insitu.tree import Listing, Outline
+from insitu.tree import Listing, Outline, Place
+
+# vLLM imports this file before it makes a worker.
+taps.install_when_loaded()
 
 
 class InsituWorker:
@@ -56,7 +60,14 @@ class InsituWorker:
         return self.insitu_loras.fit(adapter) if self.insitu_loras else None
 
     def insitu_stats(self) -> Stats:
-        return Stats(self._insitu.eager_steps, self._insitu.plain_steps)
+        host, runner = self._insitu, self.model_runner  # type: ignore[attr-defined]
+        return Stats(host.eager_steps, host.plain_steps, host.tapped_steps, taps.nbytes(runner))
+
+    def insitu_taps(self) -> dict[Place, bool]:
+        return taps.passed(self.model_runner)  # type: ignore[attr-defined]
+
+    def insitu_use_taps(self, use: bool) -> None:
+        self._insitu.interleaver.in_use = use
 
     def insitu_operations(self, path: str, op: str) -> Listing:
         return self._insitu.interleaver.operations(path, op)

@@ -14,7 +14,7 @@ from insitu.run import traps
 from insitu.run.anatomy import Anatomy
 from insitu.run.cache import Cache
 from insitu.run.derived import Derived
-from insitu.run.mentions import mentions
+from insitu.run.mentions import code_of, mentions
 from insitu.run.modules import ModuleTable
 from insitu.run.recorder import Recorder
 from insitu.run.served import Rows, Served
@@ -71,6 +71,8 @@ class BlockRun:
         self.at: Place | None = None
         self.waiting: Place | None = None
         self.position = 0
+        self.habits: Any = None
+        self.code = code_of(program)
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
         self._writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)

@@ -35,6 +35,11 @@ class Records:
         self.paths[place.path] = None
         self.visits.setdefault(place, []).append(Visit(step, value))
 
+    def drop(self, step: int) -> None:
+        for visits in self.visits.values():
+            while visits and visits[-1].step == step:
+                visits.pop()
+
     def at(self, place: Place) -> list[Visit]:
         if found := self.visits.get(place):
             return found

@@ -37,6 +37,13 @@ class Interleaver:
     is over, whatever way it ended; ``samples``; and once for each request ``finish``.
     """
 
+    in_use = True
+    """Whether taps are served at all; if not, by eager steps."""
+    tapped = False
+    """Whether this step's blocks are served at taps, beside a compiled forward."""
+    one_graph = True
+    """Whether that forward may be one CUDA graph."""
+
     def __init__(
         self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
     ) -> None:
@@ -304,6 +311,7 @@ class Interleaver:
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
+        live = self._write_again(place, live, copies)
         for run in self._arrived(place):
             try:
                 served = self._show(run, place, live)
@@ -314,6 +322,10 @@ class Interleaver:
             self._park(run)
         if self._recorders:
             self._record(place, live)
+        return live
+
+    def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
+        """Where a forward is run twice: what blocks wrote here in the first."""
         return live
 
     def _record(self, place: Place, live: Any) -> None:

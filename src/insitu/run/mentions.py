@@ -22,16 +22,32 @@ def mentions(program: Callable[[], Any]) -> frozenset[str]:
 
     A program that is an object says with ``text()`` what it runs.
     """
-    text: Text = getattr(program, "text", lambda: program)()
+    text = _text_of(program)
     if isinstance(text, tuple):
         code, names = text
         return frozenset(_mentioned(code, names, _DEPTH))
-    while isinstance(text, partial):
-        text = text.func
-    function = inspect.unwrap(getattr(text, "__func__", text))
+    function = _function(text)
     if not isinstance(function, FunctionType):
         return frozenset()
     return frozenset(_mentioned(function.__code__, _names_of(function), _DEPTH))
+
+
+def code_of(program: Callable[[], Any]) -> object:
+    """Stands for a program's text, whatever values it runs with."""
+    text = _text_of(program)
+    if isinstance(text, tuple):
+        return text[0]
+    return getattr(_function(text), "__code__", program)
+
+
+def _text_of(program: Callable[[], Any]) -> Text:
+    return getattr(program, "text", lambda: program)()
+
+
+def _function(text: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(text, partial):
+        text = text.func
+    return inspect.unwrap(getattr(text, "__func__", text))
 
 
 def _mentioned(code: CodeType, names: Mapping[str, Any], depth: int) -> set[str]:

@@ -51,6 +51,10 @@ class Recorder:
         with _InferenceMode(False):  # what is copied inside it can't be used freely later
             self._records.add(place, step, self._own(live, rows, fixed))
 
+    def forget(self, step: int) -> None:
+        """Drops what was recorded of ``step``, which is going to be run again."""
+        self._records.drop(step)
+
     def _own(self, value: Any, rows: Rows, fixed: frozenset[int]) -> Any:
         if isinstance(value, torch.Tensor):
             index = None if storage_of(value) in fixed else rows.of(value)

@@ -131,6 +131,21 @@ class Served:
             leaf.adopt(new)
         self.value = map_tensors(self.live, lambda tensor: self._leaves[id(tensor)].private)
 
+    def move_to(self, live: Any) -> None:
+        """From here on it is ``live``, which looks the same, that writes go back to."""
+        tensors: list[torch.Tensor] = []
+        map_tensors(live, tensors.append)
+        moved: dict[int, _Leaf] = {}
+
+        def move(old: torch.Tensor) -> None:
+            leaf, new = self._leaves[id(old)], tensors[len(order)]
+            order.append(new)
+            moved.setdefault(id(new), leaf).live = new
+
+        order: list[torch.Tensor] = []
+        map_tensors(self.live, move)
+        self._leaves, self.live = moved, live
+
     def write_back(self, copies: dict[int, torch.Tensor], ids_below: int) -> Any:
         """Copies what was changed into the live rows; returns what the model goes on with.
 

@@ -1,0 +1,229 @@
+"""Taps: an operation put at places of a model before it is compiled, so that its graphs have it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.v1.worker.gpu_worker import Worker
+
+from insitu.block import InsituError
+from insitu.engine.tap_names import places_of
+from insitu.run import Interleaver
+from insitu.run.anatomy import Anatomy
+from insitu.run.modules import ModuleTable
+from insitu.run.structure import tensors_in
+from insitu.run.tapped import TappedInterleaver
+from insitu.tree import Place
+
+KEY = "insitu_taps"
+"""Of ``additional_config``, which vLLM's compile cache is keyed by: code with other taps is other code."""
+_OPERATION = "insitu::tap"
+_HERE = "insitu.taps"
+
+PassBy = Callable[[Place, list[torch.Tensor], list[torch.Tensor]], None]
+
+
+@torch.library.custom_op(_OPERATION, mutates_args=["floating"])
+def tap(floating: list[torch.Tensor], others: list[torch.Tensor], name: str) -> None:
+    """Shows the tensors of a place to the taps of the engine whose forward this is."""
+    if is_forward_context_available():
+        taps = get_forward_context().no_compile_layers.get(_HERE)
+        if taps is not None:
+            taps.pass_by(name, floating, others)
+
+
+@tap.register_fake
+def _(floating: list[torch.Tensor], others: list[torch.Tensor], name: str) -> None:
+    return None
+
+
+def _captured(tensor: torch.Tensor) -> bool:
+    """Whether what is done with it now is being recorded in a graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass
+class Tap:
+    """One place. ``copies`` are what the graphs write to, ``rows`` of them: floating tensors, then others."""
+
+    place: Place
+    rows: int
+    copies: list[torch.Tensor] | None = None
+    floating: int = 0
+    passed: bool = False
+
+    def prepare(self, tensors: list[torch.Tensor], floating: int) -> None:
+        """Called first by the forward that vLLM measures memory with, of the shapes that graphs are going to have."""
+        self.floating = floating
+        tokens = tensors[0].shape[0]
+        self.copies = [
+            torch.zeros_like(each[:1]).repeat(self.rows, *[1] * (each.dim() - 1))
+            if _by(each, tokens)
+            else torch.zeros_like(each)
+            for each in tensors
+        ]
+
+    def copy(self, tensors: list[torch.Tensor], floating: int) -> None:
+        if self.copies is None:
+            self.prepare(tensors, floating)
+        for copy, tensor in zip(self.copies or (), tensors, strict=True):
+            if tensor.dim() == 0 or tensor.shape == copy.shape:
+                copy.copy_(tensor)
+            elif tensor.shape[0] <= copy.shape[0]:
+                copy[: tensor.shape[0]].copy_(tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for copy in self.copies or ())
+
+
+@dataclass
+class Taps:
+    """The taps of one engine. ``places`` are known from the start, the copies' shapes from its first forward."""
+
+    rows: int
+    taps: dict[str, Tap] = field(default_factory=dict)
+    error: InsituError | None = None
+    shown: PassBy | None = None
+    """Called where Python is at a tap, between compiled pieces or in an eager forward."""
+    in_graph: Callable[[torch.Tensor], bool] = _captured
+
+    @property
+    def places(self) -> list[Place]:
+        return [each.place for each in self.taps.values()]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.taps.values())
+
+    def pass_by(self, name: str, floating: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+        here = self.taps[name]
+        here.passed = True
+        if self.shown is None or self.in_graph(floating[0]):
+            here.copy([*floating, *others], len(floating))
+        else:
+            self.shown(here.place, floating, others)
+
+    def copies(self, place: Place, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        here = self.taps[str(place)]
+        if here.copies is None:
+            return None
+        whole = here.copies[0].shape[0]
+        tensors = [copy[:rows] if _by(copy, whole) else copy for copy in here.copies]
+        return tensors[: here.floating], tensors[here.floating :]
+
+    def passed(self) -> dict[Place, bool]:
+        """The places, and whether any forward has come by."""
+        return {each.place: each.passed for each in self.taps.values()}
+
+
+def install(runner: Any) -> Taps | None:
+    """Puts the taps that the engine's settings name into the runner's model, which was just loaded."""
+    config: VllmConfig = runner.vllm_config
+    names = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
+    if not names:
+        return None
+    taps = Taps(_rows_of_graphs(config))
+    compilation = config.compilation_config
+    compilation.static_forward_context[_HERE] = taps
+    if compilation.splitting_ops and _OPERATION not in compilation.splitting_ops:
+        # Between the compiled pieces, so that these stay alike from layer to layer and Python is at the tap.
+        compilation.splitting_ops.append(_OPERATION)
+    table = ModuleTable(runner.get_model())
+    try:
+        places = places_of(names, table, Anatomy(table))
+    except InsituError as error:
+        taps.error = error  # raised where the client asks for it
+        return taps
+    for place in places:
+        taps.taps[str(place)] = Tap(place, taps.rows)
+        _hook(table[place.path], place)
+    return taps
+
+
+def interleaver_for(runner: Any, model: Any, unembed: Callable[..., Any], safe_ids: int) -> Interleaver:
+    """What runs blocks beside this runner's model, by its taps if it has any.
+
+    Raises what was wrong with the taps that were asked for.
+    """
+    taps = of(runner)
+    if taps is None:
+        return Interleaver(model, unembed, safe_ids)
+    if taps.error is not None:
+        raise taps.error
+    repeatable = not runner.model_config.is_hybrid and not runner.model_config.is_attention_free
+    interleaver = TappedInterleaver(model, unembed, safe_ids, taps, repeatable)
+    taps.shown = interleaver.pass_by
+    return interleaver
+
+
+def without_one_graph(config: VllmConfig, pieces: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
+    """Of two settings that keep a step out of whole graphs, the one that leaves it compiled, if it has a way."""
+    return eager if config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL else pieces
+
+
+def install_when_loaded() -> None:
+    """Makes every worker of this process install its taps between loading the model and compiling it."""
+    original = Worker.load_model
+    if getattr(original, "insitu", False):
+        return
+
+    @wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(self, *args, **kwargs)
+        install(self.model_runner)
+        return loaded
+
+    load_model.insitu = True  # type: ignore[attr-defined]
+    Worker.load_model = load_model
+
+
+def of(runner: Any) -> Taps | None:
+    """The taps that were installed in the runner's model."""
+    return runner.vllm_config.compilation_config.static_forward_context.get(_HERE)
+
+
+def _hook(module: torch.nn.Module, place: Place) -> None:
+    name = str(place)
+
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        floating, others = tensors_in((args, kwargs))
+        torch.ops.insitu.tap(floating, others, name)
+
+    def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+        floating, others = tensors_in(output)
+        torch.ops.insitu.tap(floating, others, name)
+
+    if place.site == "input":
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        module.register_forward_hook(after)
+
+
+def _rows_of_graphs(config: VllmConfig) -> int:
+    """Rows of the largest graph that holds a whole forward."""
+    compilation = config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is None or mode == CUDAGraphMode.NONE or not mode.has_full_cudagraphs():
+        return 0
+    return max(compilation.cudagraph_capture_sizes or [0])
+
+
+def _by(tensor: torch.Tensor, tokens: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == tokens
+
+
+def nbytes(runner: Any) -> int:
+    taps = of(runner)
+    return taps.nbytes if taps else 0
+
+
+def passed(runner: Any) -> dict[Place, bool]:
+    taps = of(runner)
+    return taps.passed() if taps else {}

@@ -1,0 +1,199 @@
+"""Blocks beside a forward that is compiled, or is one CUDA graph: served at tapped places alone.
+
+A tap is an operation that the model's code was given at a place. Where Python runs between compiled
+pieces, the tap hands over the live value, and blocks are served as they always are. In a graph that
+holds the whole forward it copies the value, and blocks are served after the forward, from the copies.
+What can't be done so is done by running the forward once more, eagerly: it writes the same rows of the KV
+cache again, and what blocks have written in the first run is written again where they wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from insitu.run.block_run import BlockRun
+from insitu.run.habits import Habits
+from insitu.run.interleaver import Interleaver, RowsOf
+from insitu.run.served import Served
+from insitu.run.structure import Structure, tensors_in
+from insitu.tree import Place
+
+
+class Path(Enum):
+    """How a step's forward runs. ``TAPPED``: as vLLM would run it. ``OPEN``: compiled, but not as one graph."""
+
+    PLAIN = "plain"
+    TAPPED = "tapped"
+    OPEN = "open"
+    EAGER = "eager"
+
+
+class Taps(Protocol):
+    """The taps of one model."""
+
+    @property
+    def places(self) -> Sequence[Place]: ...
+
+    def copies(self, place: Place, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """What the last forward left in the copies of ``place``: floating tensors and others."""
+        ...
+
+
+class TappedInterleaver(Interleaver):
+    """Chooses for each step how it runs. ``repeatable``: a forward can be run twice with the same result."""
+
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        unembed: Callable[[torch.Tensor], torch.Tensor],
+        safe_ids: int,
+        taps: Taps,
+        repeatable: bool,
+    ) -> None:
+        super().__init__(root, unembed, safe_ids)
+        self._taps = taps
+        self._repeatable = repeatable
+        self._habits = Habits()
+        self._structures: dict[Place, Structure] = {}
+        self._compiled = False
+        self._live = False
+        self._shown: list[tuple[Place, BlockRun, Served]] = []
+        self._pending: list[tuple[Place, BlockRun, Served]] = []
+        self._stale: set[BlockRun] = set()
+        layers = range(self.anatomy.layers)
+        # What a layer returns is its own: the stream goes on from it.
+        self._held_by_nobody = {self.anatomy.stream("resid_post", layer).place for layer in layers}
+
+    # -- one step -------------------------------------------------------------------------
+
+    def begin(self, runs: Iterable[BlockRun]) -> bool:
+        path = self._chosen() if super().begin(runs) else Path.PLAIN
+        self.tapped, self.one_graph = path in (Path.TAPPED, Path.OPEN), path is not Path.OPEN
+        return path is Path.EAGER
+
+    def _chosen(self) -> Path:
+        waited = {place for place in self._waiting if place.in_forward}
+        if not self.in_use or not waited | self._recorded() <= self._structures.keys():
+            return Path.EAGER
+        runs = [run for place, waiting in self._waiting.items() if place.in_forward for run in waiting]
+        habits = [self._habits.of(run) for run in runs]
+        if any(run.names_source for run in runs) or any(habit.leaves_taps for habit in habits):
+            return Path.EAGER
+        edits = any(habit.edits for habit in habits)
+        return Path.OPEN if edits or not self._repeatable else Path.TAPPED
+
+    def _recorded(self) -> set[Place]:
+        return {place for _, recorder in self._recorders for place in recorder.places}
+
+    def open(self, rows: RowsOf) -> None:
+        super().open(rows)
+        for place, _, _ in self._pending:
+            self._watch(place)
+
+    def open_compiled(self, rows: RowsOf) -> None:
+        """As ``open``, for a forward that is not eager: no module is watched."""
+        self.rows = rows
+        self._open = self._compiled = True
+        self._live = False
+        self._called.clear()
+        self._reached = 0
+
+    def pass_by(self, place: Place, floating: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+        """Python is at the tap of ``place`` in the forward: these are the live tensors."""
+        if not self._compiled or self._muted:
+            return
+        self._live = True
+        if place in self._waiting or self._recorders:
+            self._serve_compiled(place, floating, others)
+
+    def after_compiled(self) -> bool:
+        """The forward is over. True if it must be run once more, eagerly, after another ``open``."""
+        if not self._live:
+            self._serve_copies()
+        self._compiled = False
+        left = {run for place, runs in self._waiting.items() if place.in_forward for run in runs}
+        for run in left - self._stale:
+            self._habits.of(run).leaves_taps = True
+        again = bool(left or self._stale)
+        if again:
+            self._pending = [entry for entry in self._shown if entry[2].edited]
+            for run, recorder in self._recorders:
+                recorder.forget(run.steps - 1)
+        self._shown.clear()
+        self._stale.clear()
+        return again
+
+    def _serve_copies(self) -> None:
+        recorded = self._recorded()
+        total = next(iter(self.rows.values())).total
+        for place in sorted(self._structures, key=self.order.position):
+            if place in self._waiting or place in recorded:
+                copies = self._taps.copies(place, total)
+                if copies is not None:
+                    self._serve_compiled(place, *copies)
+
+    def close(self) -> None:
+        self._compiled = False
+        self._shown.clear()
+        self._stale.clear()
+        self._pending.clear()
+        super().close()
+
+    # -- one place ------------------------------------------------------------------------
+
+    def _serve_compiled(self, place: Place, floating: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+        live = self._structures[place].filled(floating, others)
+        # Those whose last write is not in this forward: what they would see here is not what they wrote.
+        held = [run for run in self._waiting.get(place, ()) if run in self._stale]
+        if held:
+            self._waiting[place] = [run for run in self._waiting[place] if run not in self._stale]
+        seen = len(self._shown)
+        left = self._serve_if_awaited(place, live)
+        taken = left is live or (self._live and self._put_in_place(place, left, floating))
+        for _, run, served in self._shown[seen:]:
+            if served.edited:
+                habit = self._habits.of(run)
+                habit.edits, habit.leaves_taps = True, habit.leaves_taps or not taken
+                if not taken or not self._live:
+                    self._stale.add(run)
+        if held:
+            self._waiting.setdefault(place, []).extend(held)
+
+    def _put_in_place(self, place: Place, left: Any, floating: list[torch.Tensor]) -> bool:
+        """Makes replacements in the live tensors. False where others hold those, who are not to see it."""
+        if place not in self._held_by_nobody:
+            return False
+        for live, new in zip(floating, tensors_in(left).floating, strict=True):
+            if new is not live:
+                live.copy_(new)
+        return True
+
+    def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
+        served = super()._show(run, place, live)
+        if self._compiled:
+            self._shown.append((place, run, served))
+        return served
+
+    def _serve_if_awaited(self, place: Place, live: Any) -> Any:
+        if not self._compiled and place in self._taps.places and place not in self._structures:
+            self._structures[place] = Structure(live)
+        return super()._serve_if_awaited(place, live)
+
+    def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
+        for entry in [entry for entry in self._pending if entry[0] == place]:
+            self._pending.remove(entry)
+            _, run, served = entry
+            try:
+                served.move_to(live)
+                live = served.write_back(copies, self._ids_below(place))
+            except Exception as error:  # as where it was first written
+                run.refuse(error)
+        return live
+
+    def _watch(self, place: Place) -> None:
+        if not self._compiled:
+            super()._watch(place)

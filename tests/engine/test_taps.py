@@ -1,0 +1,265 @@
+"""Places served from inside the compiled model: what a block sees and does is what eager steps give.
+
+On the CPU there are no graphs. A tap that records, as it does in one, is tried by telling it that it is in one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import insitu
+from insitu.block import ArgumentError, InsituError, LocationError, SharedModuleError, UnknownModuleError
+from insitu.run import Cache
+from tests.engine.helpers import difference, own_engine
+
+pytestmark = pytest.mark.slow
+
+PLACES = [
+    "resid_post",
+    "embed",
+    "model.layers.1.mlp.output",
+    "model.layers.2.input",
+    "model.layers.2.post_attention_layernorm.input",
+    "model.layers.3.self_attn.output",
+    "model.norm.output",
+]
+TEXTS = ["The Eiffel Tower is in", "Water boils at one", "She", "def add(first, second):"]
+SETTINGS = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tapped(engines: Any) -> Iterator[Any]:
+    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps=PLACES) as model:
+        yield model
+
+
+def taps_of(model: Any) -> Any:
+    return model.vllm_entrypoint.llm_engine.vllm_config.compilation_config.static_forward_context["insitu.taps"]
+
+
+@pytest.fixture(params=["between pieces", "recorded"])
+def model(request: pytest.FixtureRequest, tapped: Any) -> Iterator[Any]:
+    taps = taps_of(tapped)
+    before = taps.in_graph
+    if request.param == "recorded":
+        for tap in taps.taps.values():
+            tap.rows, tap.copies = 64, None
+        interleaver = taps.shown.__self__
+        taps.in_graph = lambda tensor: not interleaver._muted
+    yield tapped
+    taps.in_graph = before
+
+
+Block = Callable[[Any, Any], Any]
+
+
+def read_streams(model: Any, tracer: Any) -> Any:
+    return [[model.embed, *model.resid_post, model.logits] for _ in tracer.iter[:]]
+
+
+def read_modules(model: Any, tracer: Any) -> Any:
+    layers, seen = model.model.layers, []
+    for _ in tracer.iter[:]:
+        seen += [layers[1].mlp.output, *layers[2].inputs[0], layers[2].post_attention_layernorm.inputs]
+        seen += [layers[3].self_attn.output, model.model.norm.output]
+    return seen
+
+
+def read_some_steps(model: Any, tracer: Any) -> Any:
+    return [model.resid_post[2][-1] for _ in tracer.iter[[0, 2, 3]]]
+
+
+def record(model: Any, tracer: Any) -> Any:
+    cache = tracer.cache(["model.layers.*", "model.norm"], device="cpu")
+    return [model.logits for _ in tracer.iter[:]], cache
+
+
+def add_in_place(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        model.resid_post[1] += torch.linspace(-3, 3, 128)
+        seen += [model.resid_post[3], model.logits]
+    return seen
+
+
+def add_to_a_part(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        model.model.layers[1].output[0][:] += torch.linspace(-3, 3, 128)
+        seen += [model.resid_post[3], model.logits]
+    return seen
+
+
+def edit_twice(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        model.resid_post[0] *= 0.5
+        kept = model.resid_post[1].clone()
+        model.resid_post[2][:] = kept * 2 + 1
+        seen += [kept, model.resid_post[3], model.logits]
+    return seen
+
+
+def replace_output(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        hidden, residual = model.model.layers[2].output
+        model.model.layers[2].output = (hidden * 2, residual + 1)
+        seen += [model.resid_post[2], model.resid_post[3], model.logits]
+    return seen
+
+
+def replace_what_others_hold(model: Any, tracer: Any) -> Any:
+    layers, seen = model.model.layers, []
+    for _ in tracer.iter[:]:
+        layers[1].mlp.output = layers[1].mlp.output * 3
+        (first, second), _ = layers[2].post_attention_layernorm.inputs
+        layers[2].post_attention_layernorm.inputs = (first * 0, second), {}
+        seen += [model.resid_post[3], model.logits]
+    return seen
+
+
+def leave_the_taps(model: Any, tracer: Any) -> Any:
+    layers, seen = model.model.layers, []
+    for _ in tracer.iter[:]:
+        model.resid_post[0] += 1
+        seen += [layers[1].input_layernorm.output, model.resid_post[1].clone()]
+        model.resid_post[2] *= 2
+        seen += [layers[3].mlp.down_proj.output, model.logits]
+    return seen
+
+
+def edit_at_one_step(model: Any, tracer: Any) -> Any:
+    seen = []
+    for step in tracer.iter[:]:
+        if step == 3:
+            model.resid_post[1][:] = 1
+        seen += [model.resid_post[2], model.logits]
+    return seen
+
+
+def call_a_module(model: Any, tracer: Any) -> Any:
+    return [model.unembed(model.apply_final_norm(model.resid_post[1])) for _ in tracer.iter[:]]
+
+
+BLOCKS = [
+    read_streams, read_modules, read_some_steps, record, add_in_place, add_to_a_part, edit_twice, replace_output,
+    replace_what_others_hold, leave_the_taps, edit_at_one_step, call_a_module,
+]  # fmt: skip
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Cache):
+        return flat([cached.output for cached in value.values()])
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in flat(part)]
+    return []
+
+
+def assert_same(ours: Any, wanted: Any, what: str) -> None:
+    ours, wanted = flat(ours), flat(wanted)
+    assert len(ours) == len(wanted) > 0
+    for i, (one, two) in enumerate(zip(ours, wanted, strict=True)):
+        assert difference(one, two) < 2e-5, f"{what}, value {i}"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+def test_a_block_gives_what_it_gives_by_eager_steps(model: Any, llama: Any, block: Block) -> None:
+    for _ in range(2):  # the second time it is known what the block does
+        for text in TEXTS[:2]:
+            ours, wanted = [each.run(functools.partial(block, each), text, **SETTINGS) for each in (model, llama)]
+            assert_same(ours, wanted, block.__name__)
+
+
+def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
+    def run(engine: Any) -> Any:
+        with engine.trace(**SETTINGS) as tracer:
+            for i, block in enumerate(BLOCKS):
+                with tracer.invoke(TEXTS[i % 4]):
+                    value = block(engine, tracer)
+                    insitu.save(value)
+        return value
+
+    for ours, wanted, block in zip(run(model), run(llama), BLOCKS, strict=True):
+        assert_same(ours, wanted, block.__name__)
+
+
+def test_the_paths_are_counted(model: Any) -> None:
+    def paths(block: Block) -> tuple[int, int]:
+        before = model.stats()
+        model.run(functools.partial(block, model), TEXTS[0], **SETTINGS)
+        after = model.stats()
+        return after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps
+
+    for block in (read_streams, add_in_place, leave_the_taps):
+        paths(block)
+    assert paths(read_streams) == (0, 5)
+    assert paths(leave_the_taps) == (5, 0)
+    untraced = model.stats()
+    model.vllm_entrypoint.generate(TEXTS[0], use_tqdm=False)
+    assert model.stats().tapped_steps == untraced.tapped_steps
+    assert model.stats().eager_steps == untraced.eager_steps
+
+
+@pytest.mark.parametrize(
+    ("taps", "error", "text"),
+    [
+        (["model.layers.*.mpl.output"], UnknownModuleError, r"model\.layers\.\*\.mlp"),
+        (["model.layers.1"], ArgumentError, "names no place"),
+        (["resid_post[9]"], ArgumentError, "layers 0 to 3"),
+        (["model.layers.1.self_attn.rotary_emb.output"], SharedModuleError, "one module serves"),
+        (["model.output"], LocationError, "compiled code begins"),
+        (["lm_head.output"], LocationError, "never came to it"),
+        (["router_logits"], LocationError, "no experts"),
+    ],
+)
+def test_a_tap_that_can_not_be_is_refused_by_name(
+    engines: Any, taps: list[str], error: type[InsituError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        with own_engine(engines, "llama", taps=taps):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"), [("zeros", "zeros"), ("elsewhere", r"what is at `model\.layers\.2\.output`")]
+)
+def test_a_tap_that_reads_zeros_or_elsewhere_is_refused(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
+) -> None:
+    from insitu.engine.taps import Taps
+
+    right = Taps.pass_by
+
+    def wrong(self: Any, name: str, floating: Any, others: Any) -> None:
+        if fault == "zeros" and name == "model.layers.1.output":
+            floating = [torch.zeros_like(tensor) for tensor in floating]
+        if fault == "elsewhere":
+            one, two = "model.layers.1.output", "model.layers.2.output"
+            name = {one: two, two: one}.get(name, name)
+        right(self, name, floating, others)
+
+    monkeypatch.setattr(Taps, "pass_by", wrong)
+    with pytest.raises(LocationError, match=text):
+        with own_engine(engines, "llama", taps=["resid_post"]):
+            pass
+
+
+def test_engines_with_other_taps_do_not_mix(tapped: Any, engines: Any, llama: Any) -> None:
+    def block(model: Any) -> Callable[[Any], Any]:
+        return lambda tracer: [model.resid_post[1] for _ in tracer.iter[:]]
+
+    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps="resid_post[1]") as other:
+        assert other.stats().tap_bytes == 0
+        wanted = llama.run(block(llama), TEXTS[0], **SETTINGS)
+        for model in (other, tapped, other):
+            before = model.stats().tapped_steps
+            assert_same(model.run(block(model), TEXTS[0], **SETTINGS), wanted, "resid_post[1]")
+            assert model.stats().tapped_steps - before == 5
