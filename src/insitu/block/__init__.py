@@ -25,6 +25,7 @@ from .errors import (
     WriteError,
 )
 from .function import FunctionBlock
+from .lost import Lost
 from .saves import Saves, current_saves, save
 from .scope import Scope
 from .site import Site
@@ -41,6 +42,7 @@ __all__ = [
     "FunctionBlock",
     "InsituError",
     "LocationError",
+    "Lost",
     "NotReachedError",
     "OutOfOrderError",
     "OutsideTraceError",

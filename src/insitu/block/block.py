@@ -6,12 +6,14 @@ import ast
 import builtins
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 from .locate import Place
+from .lost import Lost
+from .marks import saved_within
 from .names import binds, reads
 from .refuse import refuse
 from .rewrite import rewritten
@@ -94,6 +96,12 @@ class Block:
             exec(self.code, namespace)
         finally:
             current_saves.reset(token)
+
+    def lost(self, saves: Saves, namespace: Mapping[str, Any], home: Iterable[str]) -> list[Lost]:
+        """What a run of it saved and what comes home under none of the names `home`."""
+        found = saves.lost(namespace, home)
+        within = saved_within(self.tree) if found else frozenset()
+        return [each for each in found if each.holder or each.filename != self.filename or each.lineno not in within]
 
     def _digest(self) -> str:
         parts = (

@@ -24,7 +24,7 @@ class CapturedBody(ABC):
 
     @abstractmethod
     def target(self) -> Any:
-        """What the `as` target gets."""
+        """What the `as` target gets. May refuse to be entered."""
 
     @abstractmethod
     def run_block(self, site: Site) -> BaseException | None:
@@ -36,11 +36,11 @@ class CapturedBody(ABC):
     def __enter__(self) -> Any:
         try:
             site = Site.here()
+            value = self.target()
         except InsituError as error:
             # Nothing of the user's own has run yet: the line of the `with` says it all.
             set_traceback(error, error.__traceback__ if shows_library() else None, error.__context__)
             raise
-        value = self.target()
         if self._sites is None:
             self._sites = []
         self._sites.append(site)

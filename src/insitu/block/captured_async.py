@@ -25,7 +25,7 @@ class AsyncCapturedBody(ABC):
 
     @abstractmethod
     def target(self) -> Any:
-        """What the `as` target gets."""
+        """What the `as` target gets. May refuse to be entered."""
 
     @abstractmethod
     async def run_block(self, site: Site) -> BaseException | None:
@@ -35,10 +35,10 @@ class AsyncCapturedBody(ABC):
         # No coroutine: nothing may be awaited between here and the body that is skipped.
         try:
             site = Site.here()
+            value = self.target()
         except InsituError as error:
             set_traceback(error, error.__traceback__ if shows_library() else None, error.__context__)
             raise
-        value = self.target()
         if self._sites is None:
             self._sites = []
         self._sites.append(site)

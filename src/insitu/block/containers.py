@@ -9,13 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .errors import ArgumentError
+
 __all__ = ["changed", "copied"]
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with every list, dict and set in them copied, at any depth; what was shared stays shared."""
+    """`values` with every list, dict and set in them copied, at any depth; what was shared stays shared.
+
+    Raises `ArgumentError` for a value nested more deeply than Python can go.
+    """
     memo: dict[int, Any] = {}
-    return {name: _copy(value, memo) for name, value in values.items()}
+    copies: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            copies[name] = _copy(value, memo)
+        except RecursionError:
+            raise ArgumentError(
+                f"`{name}`, which the block reads, is nested too deeply to be copied for it: hand the block the part "
+                f"that it needs, by a name of its own, or keep it as an attribute of an object"
+            ) from None
+    return copies
 
 
 def changed(originals: Mapping[str, Any], copies: Mapping[str, Any]) -> list[str]:
@@ -23,8 +37,15 @@ def changed(originals: Mapping[str, Any], copies: Mapping[str, Any]) -> list[str
     return [
         name
         for name, original in originals.items()
-        if name in copies and original is not copies[name] and not _same(original, copies[name], set())
+        if name in copies and original is not copies[name] and _differs(original, copies[name])
     ]
+
+
+def _differs(original: Any, copy: Any) -> bool:
+    try:
+        return not _same(original, copy, set())
+    except RecursionError:  # the copy was made, so it has become deeper since
+        return True
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:

@@ -7,7 +7,7 @@ import ast
 from .saves import SAVE_NAME
 from .walk import own_nodes
 
-__all__ = ["Mark", "Unmark"]
+__all__ = ["Mark", "Unmark", "saved_within"]
 
 
 class Unmark(ast.NodeTransformer):
@@ -84,6 +84,13 @@ class Mark(ast.NodeTransformer):
         return node
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = _visit_scope  # noqa: N815
+
+
+def saved_within(tree: ast.AST) -> frozenset[int]:
+    """Lines with marks inside what another mark saves, which brings home whatever was made of them."""
+    marks = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_mark(node)]
+    inner = (node for mark in marks for node in ast.walk(mark.args[0]))
+    return frozenset(node.lineno for node in inner if isinstance(node, ast.Call) and _is_mark(node))
 
 
 def _is_save(node: ast.AST) -> bool:

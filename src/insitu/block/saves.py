@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from .errors import ArgumentError, OutsideTraceError
+from .lost import Lost, Unnamed
 
 __all__ = ["SAVE_NAME", "Saves", "current_saves", "save"]
 
@@ -44,7 +46,7 @@ def save(value: T) -> T:
             f"insitu.save({value!r}) can't tell under which name: twice the same number or text is one object to "
             f"Python. Write `name = x.save()` in the block's own text"
         )
-    saves.keep(value)
+    saves.keep(value, frame=sys._getframe(1))
     return value
 
 
@@ -58,6 +60,7 @@ class Saves:
     def __init__(self) -> None:
         self._marked = _Objects()
         self._named: dict[str, None] = {}
+        self._unnamed = Unnamed()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,13 +76,15 @@ class Saves:
 
         A value that has a method `save` of its own has that called instead.
         """
-        return value.save() if _has_own_save(value) else self.keep(value, *names)
+        return value.save() if _has_own_save(value) else self.keep(value, *names, frame=sys._getframe(1))
 
-    def keep(self, value: Any, *names: str) -> Any:
-        """Save a value, under names or as the object that it is; returns it."""
+    def keep(self, value: Any, *names: str, frame: FrameType | None = None) -> Any:
+        """Save a value, under names or as the object that it is; returns it. `frame`: the code that asks for it."""
         self._marked.add(value, names)
         if names:
             self._named.update(dict.fromkeys(names))
+        else:
+            self._unnamed.add(value, frame)
         return value
 
     def collect(self, namespace: Mapping[str, Any], binds: Iterable[str]) -> dict[str, Any]:
@@ -93,6 +98,10 @@ class Saves:
             if name not in found and name in namespace and self._is_marked(namespace[name]):
                 found[name] = namespace[name]
         return found
+
+    def lost(self, namespace: Mapping[str, Any], home: Iterable[str]) -> list[Lost]:
+        """Lines that saved a value which comes home under none of the names `home`."""
+        return self._unnamed.lost(namespace, home)
 
     def _is_marked(self, value: object) -> bool:
         return value in self._marked and not isinstance(value, _SCALARS)

@@ -56,8 +56,9 @@ class Host:
             outcomes[job] = []
             for live in self._by_job.get(job, ()):
                 self.interleaver.finish(live.run, result)
-                saved, bound = live.execution.saved(), live.execution.bound(self.jobs[job].exports)
-                outcomes[job].append(outcome_of(live.run, saved, bound))
+                ran, about = live.execution, self.jobs[job]
+                lost = ran.lost(about.exports | about.shared) if live.run.error is None else []
+                outcomes[job].append(outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost))
             self._forget(job)
         return outcomes
 

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
-from insitu.block import ArgumentError, EngineError, RequestError
+from insitu.block import ArgumentError, EngineError, Lost, RequestError
 from insitu.block.tracebacks import user_frame
 from insitu.engine.host import Stats
 from insitu.engine.job import BY_BLOCK, Job, tagged
@@ -21,7 +21,7 @@ from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.lora import require_applied
 from insitu.engine.prompts import Limits, as_prompt, require_room
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
-from insitu.run import Names, Outcome, ordinary
+from insitu.run import Home, Names, Outcome
 from insitu.tree import Listing, Outline, Place
 
 
@@ -44,6 +44,10 @@ class Result:
     @property
     def error(self) -> BaseException | None:
         return next((outcome.error for outcome in self.outcomes if outcome.error is not None), None)
+
+    @property
+    def lost(self) -> list[Lost]:
+        return [each for outcome in self.outcomes for each in outcome.lost]
 
     @property
     def saves(self) -> dict[str, Any]:
@@ -77,6 +81,7 @@ class InProcess:
         self._speculative = config.speculative_config is not None
         self._loop = EngineLoop(llm)
         self._failure: BaseException | None = None
+        self._closed = False
         self.owner: object = None
         self._adapters: set[tuple[int, str]] = set()
 
@@ -176,6 +181,8 @@ class InProcess:
 
     def _require_alive(self) -> None:
         """A step that broke off has left the caches of all its requests half written."""
+        if self._closed:
+            raise EngineError("the model was closed before this trace ran; make a new one")
         if self._failure is not None:
             kind = "a device-side failure" if "CUDA" in str(self._failure) else "an error outside any block"
             raise EngineError(
@@ -189,9 +196,11 @@ class InProcess:
 
     def bring_home(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values as they leave the engine: ordinary tensors on the CPU."""
-        return {name: ordinary(value) for name, value in values.items()}
+        home = Home()
+        return {name: home.bring(value, f"`{name}`") for name, value in values.items()}
 
     def close(self) -> None:
+        self._closed = True
         shut_down(self.llm)
         del self.llm, self._loop
         gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,16 @@ def waves(invocations: Sequence[Invocation]) -> Iterator[list[Invocation]]:
         yield [one for one in invocations if depth[one] == level]
 
 
+def hint_at_order(error: NameError, invocations: Sequence[Invocation]) -> None:
+    """Says in ``error``, which the body around the invokes raised, that what an invoke binds is not there yet."""
+    name = getattr(error, "name", None)
+    if any(name in one.block.binds for one in invocations):
+        error.args = (
+            f"{error}: an invoke binds it, and invokes run after the body around them has ended. Read `{name}` in a "
+            f"later invoke, or after the trace",
+        )
+
+
 def merged_saves(invocations: Sequence[Invocation]) -> dict[str, Any]:
     """A name saved by one invoke as itself, by several as a list in order.
 
@@ -97,5 +108,5 @@ def merged_error(results: Sequence[Result]) -> BaseException | None:
         return errors[0] if errors else None
     group = getattr(builtins, "BaseExceptionGroup", None)
     if group is None:  # Python 3.10
-        return errors[0]
+        group = importlib.import_module("exceptiongroup").BaseExceptionGroup
     return group(f"{len(errors)} of {len(results)} invokes failed", errors)

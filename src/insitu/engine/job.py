@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from insitu.block import Block, FunctionBlock, Saves, current_saves
+from insitu.block import Block, FunctionBlock, Lost, Saves, current_saves
 
 if TYPE_CHECKING:
     from insitu.run import Text
@@ -29,6 +29,10 @@ class Execution(Protocol):
 
     def bound(self, names: Iterable[str]) -> dict[str, Any]: ...
 
+    def lost(self, others: Iterable[str]) -> list[Lost]:
+        """What it saved that comes home neither by itself nor in the names ``others``."""
+        ...
+
 
 @dataclass
 class Job:
@@ -40,6 +44,8 @@ class Job:
     module_name: str = "__main__"
     tracer: Any = None
     exports: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+    """Names that the block was given and the trace around it has saved."""
     length: int | None = None
     """Steps that the request is certain to have."""
     owner: object = None
@@ -69,6 +75,9 @@ class _BlockExecution:
     def bound(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.namespace[name] for name in names if name in self.namespace}
 
+    def lost(self, others: Iterable[str]) -> list[Lost]:
+        return self._block.lost(self._saves, self.namespace, {*self.saved(), *others})
+
 
 class _FunctionExecution:
     def __init__(self, block: FunctionBlock, tracer: Any) -> None:
@@ -87,6 +96,9 @@ class _FunctionExecution:
 
     def bound(self, names: Iterable[str]) -> dict[str, Any]:
         return {}
+
+    def lost(self, others: Iterable[str]) -> list[Lost]:
+        return []
 
 
 def tagged(job: str) -> dict[str, Any]:

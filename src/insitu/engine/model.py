@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from insitu.block import ArgumentError, EngineError
+from insitu.block import ArgumentError, EngineError, UnknownModuleError
 from insitu.block.tracebacks import user_lines
 from insitu.engine.prompts import are_several, token_ids
 from insitu.engine.tokens import positions_of
 from insitu.engine.trace import Trace
-from insitu.tree import LOGITS, SAMPLES, LayerStream, Listing, Node, session_for
+from insitu.tree import LOGITS, SAMPLES, LayerStream, Listing, Node, current, session_for
 
 if TYPE_CHECKING:
     from insitu.engine.host import Stats
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MISSING: Any = object()
+_EACH_TIME = "write what it would do in the block of each trace"
+_LATER = {
+    "generate": "plain requests go through `model.vllm_entrypoint.generate(prompts, SamplingParams(...))`",
+    **dict.fromkeys(("edit", "clear_edits", "aclear_edits"), _EACH_TIME),
+    "serve": "`model.trace` runs the model in this process",
+}
 
 
 class VLLM:
@@ -49,7 +55,14 @@ class VLLM:
         **engine_args: Any,
     ) -> None:
         if mode != "sync":
-            raise ArgumentError(f"mode={mode!r}: this version runs mode='sync' only")
+            raise ArgumentError(
+                f"mode={mode!r}: this version runs mode='sync' only, which is what leaving it out means"
+            )
+        if "engine" in engine_args:
+            raise ArgumentError(
+                "engine: insitu builds the engine itself; give the arguments of vllm.LLM here, and find the LLM it "
+                "built in model.vllm_entrypoint"
+            )
         self._taps = tuple([taps] if isinstance(taps, str) else taps)
         self._repo = repo
         self._engine_args = engine_args
@@ -109,7 +122,13 @@ class VLLM:
         return report
 
     def close(self) -> None:
-        """Stops the engine and gives its memory back. A closed model can't be traced again."""
+        """Stops the engine and gives its memory back. A closed model can't be traced again.
+
+        Raises ``EngineError`` in a block of its own, which runs in that engine.
+        """
+        session = current.get()
+        if session is not None and session.owner is self._owner:
+            raise EngineError("the model can't be closed in a block that it runs: close it after the `with`")
         with self._lock:
             self._closed = True
             if self._engine is not None:
@@ -308,6 +327,8 @@ class VLLM:
     def __getattr__(self, name: str) -> Node:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in _LATER:
+            raise UnknownModuleError(f"`model.{name}` is not in this version, and no module: {_LATER[name]}")
         return getattr(self._root, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

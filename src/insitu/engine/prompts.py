@@ -91,21 +91,36 @@ def _from_mapping(prompt: Mapping[str, Any], tokenizer: Callable[[], Any], limit
         return _checked({**own, "prompt_token_ids": _encoded(own["prompt"], tokenizer)}, limits)
     if {"role", "content"} <= own.keys():
         return as_prompt([own], tokenizer, limits)
-    raise PromptError(
-        f"a prompt dictionary has `prompt`, `prompt_token_ids` or `input_ids`; this one has {', '.join(own)}"
-    )
+    raise PromptError(f"a prompt dictionary has `prompt`, `prompt_token_ids` or `input_ids`; this one has {_keys(own)}")
+
+
+def _keys(given: Mapping[Any, Any]) -> str:
+    return ", ".join(map(str, given)) or "nothing"
 
 
 def _encoded(text: str, tokenizer: Callable[[], Any]) -> list[int]:
     if not text:
         raise PromptError("the prompt is empty: give at least one token")
+    _require_text(text)
     return tokenizer()(text)["input_ids"]
+
+
+def _require_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt's character {error.start} is U+{ord(text[error.start]):04X}, half of a surrogate pair, which "
+            f"no tokenizer takes: decode the text anew, or replace it: text.encode(errors='replace').decode()"
+        ) from None
 
 
 def _chat_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Callable[[], Any]) -> list[int]:
     for message in chat:
         if not {"role", "content"} <= message.keys():
-            raise PromptError(f"a chat is a list of {{'role', 'content'}}; one message has {', '.join(message)}")
+            raise PromptError(f"a chat is a list of {{'role', 'content'}}; one message has {_keys(message)}")
+        if isinstance(message["content"], str):
+            _require_text(message["content"])
     if not getattr(tokenizer(), "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template: write the prompt as one string")
     ids = tokenizer().apply_chat_template(list(chat), add_generation_prompt=True, tokenize=True)

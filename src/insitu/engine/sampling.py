@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from insitu.block import ArgumentError
 from insitu.engine.names import require_known
@@ -17,21 +20,46 @@ _KNOWN = {
     name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_") and name not in _INTERNAL
 }
 _OURS = {"max_new_tokens", "lora_request"}
+_WANTED = {**get_type_hints(SamplingParams), "max_new_tokens": int | None, "lora_request": LoRARequest | None}
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    type(None): "None",
+    list[int]: "a list of integers",
+    list[str]: "a list of texts",
+    dict[int, float]: "a dict of numbers by token id",
+    dict[str, Any]: "a dict by name",
+}
+_LARGEST = 2**63 - 1
+_LATER = {
+    "edits": "installed edits are not in this version: write what the edit does in the block",
+    "serve": "this version traces engines in this process alone: leave `serve` out",
+}
 
 
 def check_sampling(settings: Mapping[str, Any]) -> None:
-    """Raises ``ArgumentError`` for a setting that vLLM does not have."""
+    """Raises ``ArgumentError`` for a setting that vLLM does not have, or whose value is of another type than its."""
+    for name in settings:
+        if name in _LATER:
+            raise ArgumentError(f"`{name}`: {_LATER[name]}")
     require_known(settings, _KNOWN | _OURS, "a sampling setting of vLLM's SamplingParams")
     if "max_tokens" in settings and "max_new_tokens" in settings:
         raise ArgumentError("max_tokens and max_new_tokens are the same setting; give one of them")
+    for name, value in settings.items():
+        _typed(name, value)
 
 
 def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
     """The parameters of one request. vLLM's own errors on values pass through."""
-    fields = {name: value for name, value in settings.items() if name not in _OURS}
+    fields = {name: _typed(name, value) for name, value in settings.items() if name not in _OURS}
     if "max_new_tokens" in settings:
-        fields["max_tokens"] = settings["max_new_tokens"]
-    return SamplingParams(**fields)
+        fields["max_tokens"] = _typed("max_new_tokens", settings["max_new_tokens"])
+    try:
+        return SamplingParams(**fields)
+    except Exception as error:
+        raise error.with_traceback(None) from None
 
 
 def certain_length(params: SamplingParams) -> int | None:
@@ -39,3 +67,35 @@ def certain_length(params: SamplingParams) -> int | None:
     if params.max_tokens is None or params.min_tokens == params.max_tokens:
         return params.max_tokens
     return params.max_tokens if params.ignore_eos and not params.stop and not params.stop_token_ids else None
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value as the type that vLLM declares; numbers of numpy and torch as Python's. vLLM itself lets many
+    wrong ones through, which then fail inside a step and take the engine down."""
+    if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
+        return value  # vLLM takes these two
+    wanted = _WANTED[name]
+    try:
+        plain = value.tolist() if hasattr(value, "tolist") else value
+        if _classes(wanted):
+            if plain is None or isinstance(plain, _classes(wanted)):
+                return plain
+        elif not isinstance(plain, int) or abs(plain) <= _LARGEST:  # a larger seed ends the engine
+            return msgspec.convert(plain, wanted)
+    except msgspec.ValidationError:
+        pass
+    raise ArgumentError(f"`{name}` takes {_words(wanted)}; got {type(value).__name__} {value!r:.60}") from None
+
+
+def _classes(wanted: Any) -> tuple[type, ...]:
+    """Those of the types wanted that are vLLM's own."""
+    return tuple(kind for kind in _kinds(wanted) if kind.__module__.startswith("vllm."))
+
+
+def _kinds(wanted: Any) -> tuple[Any, ...]:
+    return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+
+
+def _words(wanted: Any) -> str:
+    *most, last = (_WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in _kinds(wanted))
+    return f"{', '.join(most)} or {last}" if most else last

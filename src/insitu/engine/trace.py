@@ -13,6 +13,7 @@ from insitu.block import (
     Block,
     CapturedBody,
     FunctionBlock,
+    Lost,
     PromptError,
     Saves,
     Site,
@@ -20,7 +21,7 @@ from insitu.block import (
     save,
 )
 from insitu.block.tracebacks import user_lines
-from insitu.engine.invokes import Invocation, merged_error, merged_saves, waves
+from insitu.engine.invokes import Invocation, hint_at_order, merged_error, merged_saves, waves
 from insitu.engine.job import Job
 from insitu.engine.names import merged
 from insitu.engine.steps import StepLoop, Steps
@@ -42,13 +43,13 @@ class Trace(CapturedBody):
     def __init__(
         self, engine: InProcess, lock: threading.RLock, prompts: Sequence[Any], settings: Mapping[str, Any]
     ) -> None:
-        if current.get() is not None:
-            raise ArgumentError("a trace can't be opened inside a block: open it after the first one has ended")
+        _refuse_in_block("a trace", "it")
         self._engine = engine
         self._lock = lock
         self._settings = dict(settings)
         self._prepared = [engine.prepare(prompt, settings) for prompt in prompts]
         self._invocations: list[Invocation] | None = None
+        self._invokes: list[Invoke] = []
         if not prompts:
             engine.check(settings)
 
@@ -139,14 +140,19 @@ class Trace(CapturedBody):
         ``sampling`` wins over the trace's. A name saved in one invoke comes back as itself, one saved
         in several as a list in the order of the invokes.
         """
+        if not self._prepared:
+            _refuse_in_block("an invoke", "each")
         if self._invocations is None:
             raise ArgumentError(
                 "invokes are opened in the body of a trace without a prompt: `with model.trace() as tracer:`, "
                 "then `with tracer.invoke(prompt):`"
             )
-        return Invoke(self._invocations, self._engine.prepare(prompt, merged(self._settings, sampling)))
+        one = Invoke(self._invocations, self._engine.prepare(prompt, merged(self._settings, sampling)))
+        self._invokes.append(one)
+        return one
 
     def target(self) -> Trace:
+        _refuse_in_block("a trace", "it")
         return self
 
     # -- leaving the with statement -------------------------------------------------------
@@ -160,40 +166,59 @@ class Trace(CapturedBody):
         job = Job(_new_id(), site.block, values, site.scope.module_name)
         (result,) = self._engine.run([(self._prepared[0], job)])
         site.scope.bind(result.saves)
-        _warn_of_unsaved(site, given, values, result.saves)
+        _warn_of_unsaved(site, given, values, result.saves, result.lost)
         return result.error
 
     def _run_invokes(self, site: Site) -> BaseException | None:
         given, values = _captured(site)
-        saves, self._invocations = Saves(), []
+        saves, self._invocations, self._invokes = Saves(), [], []
         namespace = site.block.namespace(values, saves, site.scope.module_name)
         try:
             with saves.active():
                 site.block.execute(namespace)
+            invocations = self._opened_invokes()
         except BaseException as error:
+            if isinstance(error, NameError):
+                hint_at_order(error, self._invocations)
             return error
+        finally:
+            self._invocations = None
+        shared = frozenset(saves.collect(namespace, namespace))
+        for wave in waves(invocations):
+            self._run_wave(wave, shared)
+        own = saves.collect(namespace, site.block.binds)
+        lost = site.block.lost(saves, namespace, own)
+        saved = {**merged_saves(invocations), **self._engine.bring_home(own)}
+        site.scope.bind(saved)
+        results = [one.result for one in invocations if one.result is not None]
+        _warn_of_unsaved(site, given, values, saved, [*lost, *(each for result in results for each in result.lost)])
+        return merged_error(results)
+
+    def _opened_invokes(self) -> list[Invocation]:
+        left = [number for number, one in enumerate(self._invokes) if not one.entered]
+        if left:
+            raise ArgumentError(
+                f"invoke {left[0]} of this trace was made and never entered, so its prompt would not run: write "
+                f"`with tracer.invoke(prompt):`, with a block (`pass` is one)"
+            )
         if not self._invocations:
-            return ArgumentError(
+            raise ArgumentError(
                 "this trace has no prompt and opened no invoke: write `model.trace(prompt)`, or open "
                 "`with tracer.invoke(prompt):` in it"
             )
-        invocations, self._invocations = self._invocations, None
-        for wave in waves(invocations):
-            self._run_wave(wave)
-        own = self._engine.bring_home(saves.collect(namespace, site.block.binds))
-        saved = {**merged_saves(invocations), **own}
-        site.scope.bind(saved)
-        _warn_of_unsaved(site, given, values, saved)
-        return merged_error([one.result for one in invocations if one.result is not None])
+        return self._invocations
 
-    def _run_wave(self, wave: list[Invocation]) -> None:
+    def _run_wave(self, wave: list[Invocation], shared: frozenset[str]) -> None:
         ready: list[Invocation] = []
         for one in wave:
             if hindrance := one.hindrance:
                 one.result = self._engine.refused(hindrance)
             else:
                 ready.append(one)
-        jobs = [Job(_new_id(), one.block, one.given, one.module_name, exports=frozenset(one.exports)) for one in ready]
+        jobs = [
+            Job(_new_id(), one.block, one.given, one.module_name, exports=frozenset(one.exports), shared=shared)
+            for one in ready
+        ]
         results = self._engine.run([(one.prepared, job) for one, job in zip(ready, jobs, strict=True)])
         for one, result in zip(ready, results, strict=True):
             one.result = result
@@ -213,8 +238,15 @@ class Invoke(CapturedBody):
     def __init__(self, invocations: list[Invocation], prepared: Any) -> None:
         self._invocations = invocations
         self._prepared = prepared
+        self.entered = False
 
     def target(self) -> Invoke:
+        _refuse_in_block("an invoke", "each")
+        if self.entered:
+            raise ArgumentError(
+                "this invoke was entered before; one is one request, so call `tracer.invoke(prompt)` again for another"
+            )
+        self.entered = True
         return self
 
     def run_block(self, site: Site) -> BaseException | None:
@@ -231,6 +263,11 @@ def _captured(site: Site) -> tuple[dict[str, Any], dict[str, Any]]:
     return given, site.scope.copied(given)
 
 
+def _refuse_in_block(what: str, which: str) -> None:
+    if current.get() is not None:
+        raise ArgumentError(f"{what} can't be opened inside a block: open {which} after the one before has ended")
+
+
 def _known(prompt: Sequence[int] | None) -> Sequence[int]:
     if prompt is None:
         raise PromptError("the prompt was given by embeddings, so that it has no tokens")
@@ -241,9 +278,12 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _warn_of_unsaved(site: Site, given: Mapping[str, Any], values: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _warn_of_unsaved(
+    site: Site, given: Mapping[str, Any], values: Mapping[str, Any], saved: Mapping[str, Any], lost: Sequence[Lost]
+) -> None:
     block: Block = site.block
-    for name in site.scope.changed_unsaved(given, values, saved):
+    changed = site.scope.changed_unsaved(given, values, saved)
+    for name in changed:
         warnings.warn_explicit(
             f"`{name}` was changed in the block but not saved, so the caller's `{name}` is as before: "
             f"write `{name}.save()` in the block",
@@ -251,3 +291,6 @@ def _warn_of_unsaved(site: Site, given: Mapping[str, Any], values: Mapping[str, 
             block.filename,
             block.lineno,
         )
+    for one in dict.fromkeys(lost):
+        if one.holder not in changed:
+            warnings.warn_explicit(one.message, UnsavedWarning, one.filename, one.lineno)

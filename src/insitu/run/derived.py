@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from insitu.block import WriteError
+from insitu.run.memory import require_memory
 
 
 class Derived:
@@ -37,6 +38,7 @@ class Derived:
         if not isinstance(new, torch.Tensor) or new.shape != self.value.shape or not new.is_floating_point():
             got = f"{tuple(new.shape)} {new.dtype}" if isinstance(new, torch.Tensor) else type(new).__name__
             raise WriteError(f"{self._what} takes shape {tuple(self.value.shape)} {self.value.dtype}; got {got}")
+        require_memory(new, f"what was written to {self._what}")
         with torch.no_grad():
             self.value.copy_(new)
 

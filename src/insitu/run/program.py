@@ -2,49 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from insitu.block import ArgumentError, Lost
 from insitu.run.block_run import BlockRun
+from insitu.run.memory import require_memory
 from insitu.run.served import rebuilt
 
 
 @dataclass
 class Outcome:
     """What one run of a block left: saved values by name (or what a function returned), the names it
-    was asked to export, and its error."""
+    was asked to export, what it saved in vain, and its error."""
 
     saves: dict[str, Any] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     returned: Any = None
     error: BaseException | None = None
+    lost: Sequence[Lost] = ()
 
 
-def outcome_of(run: BlockRun, saves: dict[str, Any], bound: dict[str, Any]) -> Outcome:
+def outcome_of(run: BlockRun, saves: dict[str, Any], bound: dict[str, Any], lost: Sequence[Lost] = ()) -> Outcome:
     """The outcome of an ended run; values saved before an error come along with it."""
-    return Outcome(
-        saves={name: ordinary(value) for name, value in saves.items()},
-        bound=bound,
-        returned=ordinary(run.returned),
-        error=run.error,
-    )
+    outcome = Outcome(bound=bound, error=run.error, lost=lost)
+    home = Home()
+    try:
+        outcome.saves = {name: home.bring(value, f"`{name}`") for name, value in saves.items()}
+        outcome.returned = home.bring(run.returned, "what the block returned")
+    except Exception as error:
+        outcome.error = outcome.error or error
+    return outcome
 
 
-def ordinary(value: Any) -> Any:
-    """``value`` with its tensors on the CPU, outside inference mode, and owning just their memory."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return _ordinary_tensor(value)
-    if kind is list or isinstance(value, tuple):
-        parts = [ordinary(part) for part in value]
-        same = all(a is b for a, b in zip(parts, value, strict=True))
-        return value if same else rebuilt(value, parts)
-    if kind is dict:
-        parts = {key: ordinary(part) for key, part in value.items()}
-        return value if all(parts[key] is value[key] for key in value) else parts
-    return value
+class Home:
+    """Takes values out of the engine: their tensors on the CPU, outside inference mode, and owning just their
+    memory. What several values share stays shared."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def bring(self, value: Any, what: str) -> Any:
+        """Raises ``ArgumentError``, which speaks of ``what``, for a value that can't be."""
+        try:
+            return self._ordinary(value) if any(map(_must_change, _tensors(value))) else value
+        except RecursionError:
+            raise ArgumentError(
+                f"{what} is nested too deeply to be brought home: keep its tensors in a flat list or dict"
+            ) from None
+
+    def _ordinary(self, value: Any) -> Any:
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if type(value) in (list, dict):
+            made = type(value)()
+            self._made[id(value)] = (value, made)  # before its parts, one of which may be itself
+            if isinstance(value, list):
+                made.extend(map(self._ordinary, value))
+            else:
+                made.update((key, self._ordinary(part)) for key, part in value.items())
+            return made
+        if isinstance(value, tuple):
+            made = rebuilt(value, [self._ordinary(part) for part in value])
+        elif isinstance(value, torch.Tensor):
+            made = _ordinary_tensor(value)
+        else:
+            return value
+        self._made[id(value)] = (value, made)
+        return made
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, dicts and tuples, however deep and whether or not they hold themselves."""
+    pending, seen = [value], set[int]()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif (type(part) in (list, dict) or isinstance(part, tuple)) and id(part) not in seen:
+            seen.add(id(part))
+            pending.extend(part.values() if isinstance(part, dict) else part)
+
+
+def _must_change(tensor: torch.Tensor) -> bool:
+    require_memory(tensor, "a tensor to be brought home")
+    return not tensor.is_meta and (tensor.is_inference() or tensor.device.type != "cpu" or _owns_more(tensor))
+
+
+def _owns_more(tensor: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.requires_grad:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def _ordinary_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,6 +104,4 @@ def _ordinary_tensor(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.clone()
     if tensor.device.type != "cpu":
         return tensor.cpu()
-    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size() and not tensor.requires_grad:
-        return tensor.clone()
-    return tensor
+    return tensor.clone() if _owns_more(tensor) else tensor

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from insitu.block import WriteError
+from insitu.run.memory import require_memory
 
 Index = slice | tuple[int, slice]
 
@@ -128,6 +129,7 @@ class Served:
         self._pair(self.live, value, "", pairs)
         # One tensor may stand at two places in the structure; the one that was assigned counts.
         for leaf, new in [pair for pair in pairs if pair[1] is not pair[0].private]:
+            self._is_changed(leaf)
             leaf.adopt(new)
         self.value = map_tensors(self.live, lambda tensor: self._leaves[id(tensor)].private)
 
@@ -157,7 +159,7 @@ class Served:
         """
         replaced: dict[int, torch.Tensor] = {}
         for key, leaf in self._leaves.items():
-            if not leaf.changed:
+            if not self._is_changed(leaf):
                 continue
             self.edited = True
             rows, live = self._writable(leaf, ids_below)
@@ -179,11 +181,17 @@ class Served:
     def write_back_in_place(self, ids_below: int) -> None:
         """As ``write_back``, where the caller goes on with the tensor that it has."""
         for leaf in self._leaves.values():
-            if leaf.changed:
+            if self._is_changed(leaf):
                 rows, live = self._writable(leaf, ids_below)
                 live[rows].copy_(leaf.private)
 
+    def _is_changed(self, leaf: _Leaf) -> bool:
+        if leaf.compare:
+            require_memory(leaf.private, self.what)
+        return leaf.changed
+
     def _writable(self, leaf: _Leaf, ids_below: int) -> tuple[Index, torch.Tensor]:
+        require_memory(leaf.private, self.what)
         if leaf.rows is None:
             raise WriteError(
                 f"{self.what}: this tensor {tuple(leaf.live.shape)} does not go by tokens, so other requests use "
@@ -220,6 +228,7 @@ class Served:
             raise WriteError(f"{self.what}{where} takes {_shape(old)}; got {_shape(new)}")
         if new.layout != torch.strided or new.is_meta:
             raise WriteError(f"{self.what}{where} takes a dense tensor with values; got {new.layout} on {new.device}")
+        require_memory(new, f"what was written to {self.what}{where}")
         kind = "floating" if old.is_floating_point() else "integer"
         if new.is_floating_point() != old.is_floating_point() or new.is_complex() or new.dtype == torch.bool:
             raise WriteError(f"{self.what}{where} takes a {kind} tensor ({old.dtype}); got {new.dtype}")
@@ -235,11 +244,13 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _shape(value: Any) -> str:
+def _shape(value: Any, depth: int = 3) -> str:
     if isinstance(value, torch.Tensor):
         return f"shape {tuple(value.shape)} {value.dtype}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of {len(value)} ({', '.join(map(_shape, value))})"
+        shown = [_shape(part, depth - 1) for part in value[:4]] if depth else ["..."]
+        more = ["..."] if len(value) > 4 and depth else []
+        return f"{type(value).__name__} of {len(value)} ({', '.join(shown + more)})"
     if isinstance(value, dict):
         return f"dict with {', '.join(map(str, value))}"
     return f"{type(value).__name__} {value!r}"[:80]
