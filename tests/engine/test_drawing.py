@@ -13,6 +13,7 @@ from tests.engine.helpers import (
     PROMPT,
     hf_stream,
     ids_of,
+    own_engine,
     plain,
 )
 
@@ -105,3 +106,41 @@ def test_another_shape_of_logits_and_samples_is_refused(llama: Any, place: str) 
 
     with pytest.raises(insitu.WriteError, match=rf"model\.{place}.*\(2, 3\)"):
         llama.run(block, PROMPT, max_tokens=1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "seed": 3, "top_k": 5, "repetition_penalty": 1.5}])
+@pytest.mark.parametrize("logprobs", [0, 3])
+def test_the_logprobs_of_an_id_written_are_the_models(
+    name: str, model: Any, logprobs: int, settings: dict[str, Any]
+) -> None:
+    forced, ids = 77, ids_of(name)
+    with model.trace(**{"temperature": 0.0, **settings}, max_tokens=2, ignore_eos=True, logprobs=logprobs) as tracer:
+        with tracer.invoke(PROMPT):
+            model.samples[0] = forced
+            result = tracer.result.save()
+        with tracer.invoke(PROMPT):
+            result = tracer.result.save()
+    for request, first in zip(result, (forced, result[1].outputs[0].token_ids[0]), strict=True):
+        (completion,) = request.outputs
+        drawn = list(completion.token_ids)
+        assert drawn[0] == first
+        total = 0.0
+        for step, token in enumerate(drawn):
+            wanted = hf_stream(name, [*ids, *drawn[:step]]).logits[-1].log_softmax(-1)
+            found = completion.logprobs[step]
+            assert found[token].logprob == pytest.approx(wanted[token].item(), abs=1e-4)
+            assert found[token].rank == int((wanted >= wanted[token]).sum())
+            assert set(found) == {token, *wanted.topk(logprobs).indices.tolist()}
+            total += wanted[token].item()
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_an_id_written_that_logprobs_can_t_follow_is_refused(engines: Any) -> None:
+    with own_engine(engines, "llama", logprobs_mode="processed_logprobs") as model:
+        with pytest.raises(insitu.RequestError, match="can't be written with logprobs asked for and logprobs_mode"):
+            with model.trace(PROMPT, max_tokens=2, logprobs=1):
+                model.samples[0] = 77
+        with model.trace(PROMPT, max_tokens=2) as tracer:
+            model.samples[0] = 77
+            result = tracer.result.save()
+        assert result.outputs[0].token_ids[0] == 77

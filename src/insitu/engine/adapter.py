@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from insitu.block import RequestError
 from insitu.engine.host import Host
 from insitu.engine.job import job_id
+from insitu.engine.logprobs import rescored
 from insitu.engine.lora import Loras
 from insitu.engine.taps import interleaver_for
 from insitu.run import BlockRun, Rows
@@ -40,6 +42,8 @@ class Adapter:
         self.waits_in_forward = False
         self.tapped = False
         self._expects_logits = False
+        self.scored: torch.Tensor | None = None
+        """This step's logits as sampling gets them."""
         for name in self.METHODS:
             setattr(runner, name, _Wrapped(getattr(self, name), getattr(runner, name)))
         model.__dict__["compute_logits"] = self.compute_logits
@@ -108,7 +112,26 @@ class Adapter:
         self._expects_logits = False
         self.interleaver.rows = self.request_rows(self.order(), hidden.shape[0])
         logits = self._compute_logits(hidden, *args, **kwargs)
-        return logits if logits is None else self.interleaver.logits(logits)
+        self.scored = logits if logits is None else self.interleaver.logits(logits)
+        return self.scored
+
+    def serve_samples(self, sampled: Any, logits: torch.Tensor | None) -> None:
+        """Serves the ids of vLLM's ``SamplerOutput``, whose log-probabilities were made of ``logits``."""
+        ids, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
+        drawn = None if scores is None or logits is None else ids.clone()
+        self.interleaver.samples(ids)
+        if drawn is None or logits is None:
+            return
+        mode = self.runner.model_config.logprobs_mode
+        wrong = set(rescored(scores, drawn, ids, logits, mode))
+        for run, rows in self.interleaver.rows.items():
+            if rows.start in wrong:
+                run.refuse(
+                    RequestError(
+                        f"`model.samples` can't be written with logprobs asked for and logprobs_mode={mode!r}, for "
+                        f"what that mode makes of the id written is not known: load the model with raw_logprobs"
+                    )
+                )
 
     def mark_ended(self, output: Any) -> None:
         """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here, and which it may

@@ -61,10 +61,17 @@ class V1Adapter(Adapter):
         return original(*args, **kwargs)
 
     def _sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self.scored, logits = None, kwargs.get("logits", args[0] if args else None)
+        if logits is not None and self.runs and self._scores_are_asked_for():
+            logits = logits.clone()  # sampling works in them
         output = original(*args, **kwargs)
         if self.runs:
-            self.interleaver.samples(output.sampled_token_ids)
+            self.serve_samples(output, logits)
         return output
+
+    def _scores_are_asked_for(self) -> bool:
+        about = self.runner.input_batch.sampling_metadata
+        return about.max_num_logprobs is not None or bool(getattr(about, "logprob_token_ids", None))
 
     def sample_tokens(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)

@@ -100,7 +100,8 @@ class V2Adapter(Adapter):
     def sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         sampled = original(*args, **kwargs)
         if self.runs:
-            self.interleaver.samples(sampled[0].sampled_token_ids)
+            self.serve_samples(sampled[0], self.scored)
+        self.scored = None
         return sampled
 
     def compute_logits(self, *args: Any, **kwargs: Any) -> Any:
