@@ -176,7 +176,7 @@ def test_300_traces_leave_memory_flat(llama: Any) -> None:
     def traces(count: int) -> int:
         for _ in range(count):
             with llama.trace("hello there", temperature=0.0, max_tokens=2):
-                llama.model.layers[2].output[0].save()
+                hidden = llama.model.layers[2].output[0].save()
                 logits = llama.logits.save()
         assert logits.shape[0] == 1
         return process.memory_info().rss
