@@ -63,14 +63,14 @@ class StepLoop(CapturedBody):
             return [_position(index, session)], True
         if isinstance(index, slice):
             if index.step is not None and index.step < 1:
-                raise ArgumentError("steps go forwards: the step of the slice must be at least 1")
+                raise ArgumentError(f"steps go forwards: the step of the slice must be at least 1; got {index.step}")
             start = _position(index.start or 0, session)
             if index.stop is None:
                 return count(start, index.step or 1), False
             return range(start, _position(index.stop, session), index.step or 1), True
         steps = [_position(step, session) for step in index]
         if steps != sorted(set(steps)):
-            raise ArgumentError(f"steps go forwards: give the list in rising order, not {steps}")
+            raise ArgumentError(f"steps go forwards: give the list in rising order; got {steps}")
         return steps, True
 
 

@@ -77,7 +77,7 @@ class Node(Call):
             return [self[i] for i in range(*index.indices(len(self)))]
         if index < 0:
             if index < -len(self):
-                raise IndexError(f"`{self._path}` has {len(self)} modules, not {-index}")
+                raise IndexError(f"`{self._path}` has {len(self)} modules, 0 to {len(self) - 1}; got {index}")
             index += len(self)
         return self._child(str(index))
 
