@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOUND = ROOT / "build" / "architectures.json"
 PAGE = ROOT / "docs" / "architectures.md"
 BEGIN, END = "<!-- table: make test writes it down, tools/update_architecture_table.py puts it here -->", "<!-- end -->"
-HEAD = ["architecture", "model class", "layers tested", "largest difference", "resid_mid", "router_logits", "note"]
+HEAD = ["architecture", "model class", "layers tested", "largest difference", "q, k, v", "attn_pattern"]
+HEAD += ["resid_mid", "router_logits", "note"]
 
 
 def table(found: dict[str, dict]) -> str:
@@ -17,9 +18,10 @@ def table(found: dict[str, dict]) -> str:
     for name in sorted(found):
         entry = found[name]
         yes = {True: "yes", False: "no"}
-        largest = f"{entry['largest difference']:.1e}"
+        measured = [entry[name] for name in ("largest difference", "q, k, v", "attn_pattern")]
+        largest = ["" if value is None else f"{value:.1e}" for value in measured]
         has = [yes[entry["resid_mid"]], yes[entry["router_logits"]]]
-        rows.append([name, f"`{entry['model class']}`", str(entry["layers"]), largest, *has, entry["note"]])
+        rows.append([name, f"`{entry['model class']}`", str(entry["layers"]), *largest, *has, entry["note"]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

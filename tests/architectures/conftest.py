@@ -33,12 +33,12 @@ def engine(engines: Any, name: str, dtype: str) -> Iterator[Any]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=params(list(ARCHITECTURES)))
+@pytest.fixture(scope="package", params=params(list(ARCHITECTURES)))
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def model(name: str, engines: Any) -> Iterator[Any]:
     with engine(engines, name, "float32") as made:
         yield made

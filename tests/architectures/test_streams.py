@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +11,11 @@ import torch
 import insitu
 from tests import models
 from tests.architectures.configs import ARCHITECTURES, EXPERTS, LAYERS
+from tests.architectures.found import write_down
 from tests.architectures.reference import Streams, streams
 from tests.architectures.tiny import tiny
 from tests.engine.helpers import BOUND, PROMPT, assert_close, difference
 
-FOUND = Path(__file__).resolve().parent.parent.parent / "build" / "architectures.json"
 OF_MODEL = ("embed", "pos_embed")
 OF_LAYER = ("resid_pre", "attn_out", "resid_mid", "router_logits", "mlp_out", "resid_post")
 LAST = LAYERS - 1
@@ -63,17 +61,16 @@ def test_every_name_is_the_value_of_transformers(name: str, model: Any) -> None:
     for (key, layer), value in everything(name, model).items():
         reference = wanted[key, layer]
         differences[key, layer] = difference(value, reference[-1:] if key == "logits" else reference)
-    write_down(name, model, max(differences.values()))
+    describe(name, model, max(differences.values()))
     assert {place: found for place, found in differences.items() if found > BOUND} == {}
     assert len(model.resid_post) == LAYERS
 
 
-def write_down(name: str, model: Any, largest: float) -> None:
+def describe(name: str, model: Any, largest: float) -> None:
     worker = model.vllm_entrypoint.llm_engine.model_executor.driver_worker
     root, architecture = worker.get_model(), ARCHITECTURES[name]
     kind = type(root).__name__
-    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
-    found[name] = {
+    measured = {
         "model class": f"{kind} ({type(root.model).__name__})" if kind.startswith("Transformers") else kind,
         "layers": LAYERS,
         "largest difference": largest,
@@ -81,8 +78,7 @@ def write_down(name: str, model: Any, largest: float) -> None:
         "router_logits": architecture.has_experts,
         "note": architecture.note,
     }
-    FOUND.parent.mkdir(exist_ok=True)
-    FOUND.write_text(json.dumps(found, indent=1))
+    write_down(name, measured)
 
 
 def test_what_is_added_adds_up_to_the_stream(name: str, model: Any) -> None:

@@ -18,12 +18,13 @@ from insitu.engine import check as checking
 from insitu.engine.reference import NoReferenceError
 from insitu.engine.report import CheckReport, Row
 from insitu.run.anatomy import Anatomy
+from insitu.run.attention import Kernel
 from insitu.run.served import Rows
 from tests import models
 from tests.engine.helpers import PROMPT, own_engine
 from tests.models import LAYERS, tiny
 
-OF_LAYER = {"resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"}
+OF_LAYER = {"resid_pre", "attn_pattern", "attn_out", "resid_mid", "mlp_out", "resid_post"}
 
 
 def shown(report: CheckReport) -> str:
@@ -62,7 +63,9 @@ def test_a_sound_model_passes(name: str, model: Any, capsys: pytest.CaptureFixtu
     assert (norm, LAYERS - 1) in compared
     assert all(row.difference <= row.bound < 5e-5 for row in compared.values())
     assert any(row.difference > 0 for row in compared.values()), "the two computed it apart from each other"
-    assert {"resid_pre", "resid_mid", "resid_post", "logits"} == {place for place, _ in of(report, "sum")}
+    added_up = {"resid_pre", "resid_mid", "resid_post", "attn_pattern", "logits"}
+    assert {place for place, _ in of(report, "sum")} == added_up
+    assert {"q", "k", "v"} <= set(report.not_compared)
     assert set(of(report, "company")) == set(of(report, "values")) >= set(compared)
     text = capsys.readouterr().out
     assert "passed" in text
@@ -133,6 +136,15 @@ def test_a_name_that_means_something_else_fails(llama: Any, monkeypatch: pytest.
     monkeypatch.setattr(Anatomy, "stream", twice)
     report = llama.check(reference=False, show=False)
     assert {(row.check, row.place, row.layer) for row in report.failed} == {("sum", "resid_mid", 1)}
+
+
+def test_a_pattern_that_is_not_the_kernels_fails(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = Kernel._scores
+    monkeypatch.setattr(Kernel, "_scores", lambda self, q, k: scores(self, q, k) * 1.01)
+    report = llama.check(show=False)
+    wrong = {(row.check, row.place, row.layer) for row in report.failed}
+    kinds_of_it = ("sum", "transformers")
+    assert wrong == {(check, "attn_pattern", layer) for check in kinds_of_it for layer in range(LAYERS)}
 
 
 def test_rows_of_another_request_fail(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

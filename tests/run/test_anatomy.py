@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from insitu import LocationError, WriteError
-from insitu.run.anatomy import Anatomy, Stream
+from insitu.run.anatomy import Anatomy
 from insitu.run.derived import Derived
 from insitu.run.modules import ModuleTable
+from insitu.run.stream import Stream
 from insitu.tree import Place
 
 

@@ -14,7 +14,7 @@ import torch
 from insitu.block import ArgumentError, LocationError, NotReachedError, UnknownModuleError
 from insitu.run import Cache
 from insitu.run.cache import Records
-from insitu.run.recorder import Recorder
+from insitu.run.recorder import CacheRecorder
 from insitu.tree import LOGITS, RESULT, SAMPLES, Place, session_for
 from tests.run.packed import WIDTH, Packed
 
@@ -229,11 +229,11 @@ def test_a_value_that_can_t_be_kept_fails_its_own_request_alone(
         start_cache("layers.1.mlp")
         return read(LOGITS)
 
-    def full(self: Recorder, *_: Any) -> None:
+    def full(self: CacheRecorder, *_: Any) -> None:
         raise RuntimeError("not enough memory")
 
     failing, ended, fine = packed.run(block), packed.run(lambda: start_cache()), packed.run(lambda: read(LOGITS))
-    monkeypatch.setattr(Recorder, "record", full)
+    monkeypatch.setattr(CacheRecorder, "record", full)
     packed.step([(rows(2), failing), (rows(1), ended), (rows(1), fine)])
     for run in (failing, ended):
         assert run.done

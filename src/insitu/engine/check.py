@@ -111,7 +111,9 @@ class _Reader:
             found: dict[Name, list[torch.Tensor]] = {}
             for step in tracer.iter[:]:
                 for name, layer in names:
-                    value = getattr(model, name) if layer is None else getattr(model, name)[layer]
+                    # Named in this text, so that the keys of earlier steps are recorded.
+                    stream: Any = model.attn_pattern if name == "attn_pattern" else getattr(model, name)
+                    value = stream if layer is None else stream[layer]
                     found.setdefault((name, layer), []).append(value.clone())
                 if ("final_norm", None) in self.names.computed:
                     by_hand = model.unembed(found["final_norm", None][-1][-1:])
@@ -127,9 +129,16 @@ class _Reader:
 
 def _reading(found: dict[Name, list[torch.Tensor]], cache: Any, result: Any) -> Reading:
     drawn = list(result.outputs[0].token_ids)
-    names = {name: torch.cat(values) for name, values in found.items()}
+    names = {at: _by_tokens(values) if at[0] == "attn_pattern" else torch.cat(values) for at, values in found.items()}
     modules = {path: torch.cat([_first(value) for value in cached.output]) for path, cached in cache.items()}
     return Reading(list(result.prompt_token_ids), drawn, names, modules)
+
+
+def _by_tokens(patterns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The patterns of all steps, ``[tokens, heads, keys]``."""
+    keys = patterns[-1].shape[-1]
+    padded = [torch.nn.functional.pad(each, (0, keys - each.shape[-1])) for each in patterns]
+    return torch.cat(padded, 1).transpose(0, 1)
 
 
 def _first(value: Any) -> torch.Tensor:
@@ -137,10 +146,11 @@ def _first(value: Any) -> torch.Tensor:
 
 
 def _sample(model: VLLM, names: Names) -> list[str]:
-    """The embedding, the norms of the stream, and what is added to it, by the modules' own names."""
+    """The embedding, the norms of the stream, attention, and what is added to the stream, by the modules' own names."""
     outline = model._running().outline
     places = {name: stream.place.path for name, stream in names.computed.items()}
-    chosen = [path for (name, _), path in places.items() if name in ("embed", "final_norm", "attn_out", "mlp_out")]
+    sampled = ("embed", "final_norm", "attn_pattern", "attn_out", "mlp_out")
+    chosen = [path for (name, _), path in places.items() if name in sampled]
     for (name, _), layer in places.items():
         if name == "resid_post":
             children = outline.children(layer)

@@ -128,11 +128,11 @@ def finite_and_not_zero(readings: Sequence[Reading]) -> list[Row]:
 
 
 def with_parts(names: Names, readings: Sequence[Reading], dtype: torch.dtype) -> list[Row]:
-    """What is added up to a stream is that stream, one layer's end is the next one's beginning, and the normed
-    stream unembedded gives the logits."""
+    """What is added up to a stream is that stream, one layer's end is the next one's beginning, the normed
+    stream unembedded gives the logits, and values weighted by the pattern are what attention returns."""
     found = _Largest()
     for reading in readings:
-        for place, layer, value, wanted in _identities(names, reading.names):
+        for place, layer, value, wanted in (*_identities(names, reading.names), *_weighted_values(names, reading)):
             found.add(place, layer, difference(value, wanted))
     return found.rows("sum", Bounds(4 * rounding(dtype)))
 
@@ -160,6 +160,15 @@ def _identities(names: Names, values: dict[Name, torch.Tensor]) -> Iterable[Iden
     unembedded = values.get(UNEMBEDDED)
     if unembedded is not None:
         yield "logits", None, unembedded, values[LOGITS]
+
+
+def _weighted_values(names: Names, reading: Reading) -> Iterable[Identity]:
+    for (name, layer), pattern in reading.names.items():
+        if name == "attn_pattern":
+            v = reading.names["v", layer].float()
+            repeated = v.repeat_interleave(pattern.shape[1] // v.shape[1], 1)
+            returned = reading.modules[names.computed[name, layer].place.path]
+            yield name, layer, torch.einsum("qhk,khd->qhd", pattern, repeated).flatten(1), returned.float()
 
 
 def _by_layer(path: str) -> tuple[str, int | None]:

@@ -301,6 +301,43 @@ class VLLM:
         """
         return self._stream("router_logits")
 
+    @property
+    def q(self) -> LayerStream:
+        """The queries that each layer's attention is given, ``[tokens, heads, head_size]``: after rotary positions
+        and norms by head, before the kernel's scale. Writable.
+
+        Raises ``LocationError`` where attention has no keys by head.
+        """
+        return self._stream("q")
+
+    @property
+    def k(self) -> LayerStream:
+        """The keys that each layer's attention is given, ``[tokens, kv_heads, head_size]``: after rotary positions
+        and norms by head. Writable; later tokens attend to what was written. Query head ``h`` uses key head
+        ``h // (heads // kv_heads)``.
+        """
+        return self._stream("k")
+
+    @property
+    def v(self) -> LayerStream:
+        """The values that each layer's attention is given, ``[tokens, kv_heads, head_size]``; writable as ``k``."""
+        return self._stream("v")
+
+    @property
+    def attn_pattern(self) -> LayerStream:
+        """How much each query takes of each key, ``[heads, query tokens, key tokens]`` in float32; also
+        ``model.attn_pattern(i)``.
+
+        Computed from the layer's ``q`` and ``k`` as they are then, edits included, with what the engine's kernel
+        does: scale, causal mask, window, soft cap, ALiBi, sinks, rounding of the KV cache. Rows sum to 1, with
+        sinks to less. In a decode step it has one query, and keys of all tokens so far: a block that says
+        ``attn_pattern`` and how it gets to later steps has the keys of all layers recorded from its first step.
+
+        Not a tensor of the model, so it can't be written: ``WriteError``. Raises ``LocationError`` for attention
+        of a kind that is not known.
+        """
+        return self._stream("attn_pattern")
+
     def _operations(self, path: str, op: str) -> Listing | None:
         return self._engine.operations(path, op) if self._engine else None
 

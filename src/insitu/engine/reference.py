@@ -130,11 +130,14 @@ def _computed(model: Any, ids: Sequence[int], request: Request) -> dict[tuple[st
     hooks = [module.register_forward_hook(_hook(seen, path), with_kwargs=True) for path, module in parts.items()]
     try:
         tokens = torch.tensor([list(ids)])
-        logits = model(tokens, use_cache=False).logits[0]
+        output = model(tokens, use_cache=False, output_attentions=model.config._attn_implementation == "eager")
     finally:
         for hook in hooks:
             hook.remove()
-    found: dict[tuple[str, int | None], torch.Tensor] = {("logits", None): logits}
+    found: dict[tuple[str, int | None], torch.Tensor] = {("logits", None): output.logits[0]}
+    for layer, weights in enumerate(getattr(output, "attentions", None) or ()):
+        if weights is not None:
+            found["attn_pattern", layer] = weights[0].transpose(0, 1)
     weight = model.get_input_embeddings().weight
     for name, layer, path, _ in request.streams:
         if name == "embed":

@@ -15,9 +15,10 @@ class Row:
 
     ``check``: ``"transformers"`` (with what transformers computes), ``"company"`` (alone and in a batch),
     ``"sum"`` (with what it is made of: the sum of other streams, the end of the layer before, the
-    unembedding of the normed stream) or ``"values"`` (finite, and not all zero). ``difference`` is the largest
-    of all prompts, the norm of the difference relative to that of the value. ``own_error``: that of
-    transformers itself in this dtype, where it was measured.
+    unembedding of the normed stream; of a pattern, with what attention returns for its values) or
+    ``"values"`` (finite, and not all zero). ``difference`` is the largest of all prompts, the norm of the
+    difference relative to that of the value. ``own_error``: that of transformers itself in this dtype,
+    where it was measured.
     """
 
     check: str

@@ -7,31 +7,16 @@ there, not guess.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
 from typing import Any
-
-import torch
 
 from insitu.block import LocationError
 from insitu.run.anatomy_layouts import TRANSFORMERS_TRUNKS, VLLM_MODELS, Layout
+from insitu.run.attention import is_attention, kernel_of, require_heads
+from insitu.run.heads import ATTN_PATTERN, HEADS, Heads, Pattern, heads_at
 from insitu.run.modules import ModuleTable
-from insitu.run.served import tensors_of
+from insitu.run.stream import Stream
 from insitu.tree import Place, join
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A stream as ``multiplier`` times the sum of the first ``count`` floating tensors of one place.
-
-    Positions, which a layer is called with too, are integers.
-    """
-
-    place: Place
-    count: int = 1
-    multiplier: float = 1.0
-
-    def parts(self, value: Any) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()][: self.count]
 
 
 class Anatomy:
@@ -62,6 +47,8 @@ class Anatomy:
         if name in whole_model:
             return Stream(Place(self._there(what, whole_model[name]), "output"))
         at = join(layout.layers, str(layer))
+        if name in HEADS:
+            return self._heads(name, at, f"`model.{name}[{layer}]`")
         if name == "router_logits":
             return Stream(Place(self._router(at, layout), "output"))
         summands, terms = 1 + layout.pair, 1 + layout.biased
@@ -77,6 +64,33 @@ class Anatomy:
     def norm(self) -> str:
         """Path of the norm before the unembedding."""
         return self.stream("final_norm").place.path
+
+    @property
+    def keys(self) -> list[Heads]:
+        """``k`` of every layer, as far as they are known."""
+        layout, found = self._layout, []
+        for layer in range(self.layers if layout else 0):
+            with contextlib.suppress(LocationError):
+                found.append(self.stream("k", layer))
+        return found
+
+    def _heads(self, name: str, at: str, what: str) -> Heads | Pattern:
+        path = self._attention(at, what)
+        module = self._modules[path]
+        require_heads(module, what)
+        if name != ATTN_PATTERN:
+            return heads_at(path, module, name)
+        kernel_of(module, what)
+        q, k = (heads_at(path, module, each) for each in ("q", "k"))
+        return Pattern(q.place, what=what, module=module, q=q, k=k)
+
+    def _attention(self, at: str, what: str) -> str:
+        inside = (path for path in self._modules.by_path if path.startswith(f"{at}."))
+        found = [path for path in inside if is_attention(self._modules[path])]
+        if len(found) == 1:
+            return found[0]
+        has = f"{len(found)} attention modules ({', '.join(found)})" if found else "no attention module"
+        raise LocationError(f"{what} is not known: `{at}` of {self._architecture} has {has}, and it is that of one")
 
     def _known(self, what: str) -> Layout:
         if self._layout is None:

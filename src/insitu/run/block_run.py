@@ -14,9 +14,10 @@ from insitu.run import traps
 from insitu.run.anatomy import Anatomy
 from insitu.run.cache import Cache
 from insitu.run.derived import Derived
+from insitu.run.heads import ATTN_PATTERN, KeyRecorder, Pattern, not_recorded, not_writable, reads_later_patterns
 from insitu.run.mentions import code_of, mentions
 from insitu.run.modules import ModuleTable
-from insitu.run.recorder import Recorder
+from insitu.run.recorder import CacheRecorder, Recorder
 from insitu.run.served import Rows, Served
 from insitu.run.torch_state import TorchState
 from insitu.tree import STEP, Listing, Place, current
@@ -65,7 +66,7 @@ class BlockRun:
         self._greenlet: greenlet | None = None
         self._served: Served | None = None
         self._derived: dict[str, Derived] = {}
-        self.recorders: list[Recorder] = []
+        self._patterns: list[tuple[str, torch.Tensor, int]] = []
         self.prompt: Sequence[int] | None = None
         self.drawn: list[tuple[torch.Tensor, int]] = []
         self.at: Place | None = None
@@ -76,6 +77,8 @@ class BlockRun:
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
         self._writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)
+        self._keys = KeyRecorder(model.anatomy.keys) if reads_later_patterns(mentioned, length) else None
+        self.recorders: list[Recorder] = [] if self._keys is None else [self._keys]
         self.skipping = False
         self._skipped: list[tuple[int, Place]] = []
         self.steps = 0
@@ -134,6 +137,7 @@ class BlockRun:
         place = switch(*value)
         if self._greenlet.dead:
             self.done, self._greenlet, self._served = True, None, None
+            self.recorders = [each for each in self.recorders if each is not self._keys]
         else:
             self.waiting = place
 
@@ -207,7 +211,7 @@ class BlockRun:
         return [int(ids[row]) for ids, row in self.drawn]
 
     def cache(self, modules: Any, **settings: Any) -> Cache:
-        recorder = Recorder(self._model.modules, modules, first_step=self.step, **settings)
+        recorder = CacheRecorder(self._model.modules, modules, first_step=self.step, **settings)
         self._model.record(self, recorder)
         return recorder.cache
 
@@ -220,10 +224,23 @@ class BlockRun:
         return normed[0] if isinstance(normed, tuple) else normed
 
     def read_stream(self, name: str, layer: int | None) -> torch.Tensor:
-        return self._stream(name, layer).value
+        return self._pattern(layer) if name == ATTN_PATTERN else self._stream(name, layer).value
 
     def write_stream(self, name: str, layer: int | None, value: Any) -> None:
+        if name == ATTN_PATTERN:
+            raise not_writable(f"`model.{name}[{layer}]`")
         self._stream(name, layer).replace(value)
+
+    def _pattern(self, layer: int | None) -> torch.Tensor:
+        stream = self._model.anatomy.stream(ATTN_PATTERN, layer)
+        assert isinstance(stream, Pattern)
+        if self.step and self._keys is None:
+            raise not_recorded(stream.what, self.step)
+        served = self._arrive(stream.place)
+        earlier = self._keys.before(stream.place, self.step, stream.what) if self.step and self._keys else None
+        pattern = stream.compute(served.value, earlier)
+        self._patterns.append((stream.what, pattern, pattern._version))
+        return pattern
 
     def _stream(self, name: str, layer: int | None) -> Derived:
         stream = self._model.anatomy.stream(name, layer)
@@ -240,6 +257,10 @@ class BlockRun:
         for derived in self._derived.values():
             derived.settle()
         self._derived.clear()
+        patterns, self._patterns = self._patterns, []
+        for what, pattern, version in patterns:
+            if pattern._version != version:
+                raise not_writable(what)
 
     def _arrive(self, place: Place) -> Served:
         served = self._served

@@ -181,7 +181,7 @@ class Interleaver:
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.modules[path]
-        if self.modules.has_state(module):
+        if self.modules.has_state(path):
             raise refusals.holds_state(path, module)
         return self._aside(partial(module, *args, **kwargs), (args, kwargs))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from insitu.tree import Module, Outline
+from insitu.tree import Module, Outline, join
 
 
 class ModuleTable:
@@ -20,6 +21,8 @@ class ModuleTable:
     def __init__(self, root: torch.nn.Module) -> None:
         self.root = root
         self.by_path = dict(root.named_modules(remove_duplicate=False))
+        self._beside = _beside_the_tree(root, self.by_path)
+        self.by_path |= self._beside
         self._paths: dict[int, list[str]] = {}
         for path, module in self.by_path.items():
             self._paths.setdefault(id(module), []).append(path)
@@ -30,10 +33,10 @@ class ModuleTable:
         tensors = (*self.root.parameters(), *self.root.buffers())
         return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
-    @staticmethod
-    def has_state(module: torch.nn.Module) -> bool:
+    def has_state(self, path: str) -> bool:
         """Whether calling the module leaves something behind, as attention does in its KV cache."""
-        return any(hasattr(part, "kv_cache") for part in module.modules())
+        inside = any(each.startswith(join(path, "")) for each in self._beside)
+        return inside or any(hasattr(part, "kv_cache") for part in self.by_path[path].modules())
 
     def __getitem__(self, path: str) -> torch.nn.Module:
         return self.by_path[path]
@@ -74,12 +77,24 @@ class ModuleTable:
 
     @cached_property
     def _outline(self) -> Outline:
-        return Outline({path: _described(module) for path, module in self.by_path.items()})
+        return Outline({path: self._described(path, module) for path, module in self.by_path.items()})
+
+    def _described(self, path: str, module: torch.nn.Module) -> Module:
+        children = [name for name, child in module._modules.items() if child is not None]
+        children += [each.rpartition(".")[2] for each in self._beside if each.rpartition(".")[0] == path]
+        return Module(type(module).__name__, tuple(children), _note(module))
 
 
-def _described(module: torch.nn.Module) -> Module:
-    children = tuple(name for name, child in module._modules.items() if child is not None)
-    return Module(type(module).__name__, children, _note(module))
+def _beside_the_tree(root: Any, by_path: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Where vLLM runs transformers' own code, each layer's attention of vLLM's is not in the tree of modules: the
+    module that knows the layer's number calls it, and is taken for its parent."""
+    beside: dict[str, torch.nn.Module] = {}
+    for number, module in getattr(root, "attention_instances", {}).items():
+        callers = [path for path, each in by_path.items() if getattr(each, "layer_idx", None) == number]
+        inner = [path for path in callers if not any(other.startswith(f"{path}.") for other in callers)]
+        if len(inner) == 1 and f"{inner[0]}.attn" not in by_path:
+            beside[f"{inner[0]}.attn"] = module
+    return beside
 
 
 def _note(module: torch.nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,11 +16,25 @@ from insitu.tree import Outline, Place, matching
 _InferenceMode: Any = torch._C._InferenceMode
 
 
-class Recorder:
-    """Fills one cache of one run, from step ``first_step`` on.
+class Recorder(Protocol):
+    """What gets the values at ``places`` in a run's steps, from ``first_step`` on. ``paths`` are those of the
+    modules whose calls must be watched for it."""
 
-    ``paths`` are those of the modules whose calls must be watched for it.
-    """
+    first_step: int
+
+    @property
+    def places(self) -> frozenset[Place]: ...
+
+    @property
+    def paths(self) -> list[str]: ...
+
+    def record(self, place: Place, step: int, live: Any, rows: Rows, fixed: frozenset[int]) -> None:
+        """``live``: what the model goes on with."""
+        ...
+
+
+class CacheRecorder:
+    """Fills one cache of one run."""
 
     def __init__(
         self,

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from insitu.block import WriteError
+from insitu.block import LocationError, WriteError
 from insitu.run.memory import require_memory
 
-Index = slice | tuple[int, slice]
+Index = slice | tuple[int | slice, ...]
 
 
 class Rows(NamedTuple):
     """The rows ``start:stop`` of one request in a batch of ``total`` rows.
 
-    ``batched``: a tensor may have a batch axis of one before its rows. A block sees it without.
+    ``batched``: a tensor may have a batch axis of one before its rows, and heads between the two. A block
+    sees it without the batch axis.
     """
 
     start: int
@@ -33,10 +34,22 @@ class Rows(NamedTuple):
     batched: bool = False
 
     def of(self, tensor: torch.Tensor) -> Index | None:
-        """The index of the request's rows in a tensor; None if it does not go by rows."""
+        """The index of the request's rows in a tensor; None if it does not go by rows.
+
+        Raises ``LocationError`` if a batched one may go by rows on either of two axes, and it matters which.
+        """
         mine = slice(self.start, self.stop)
-        if self.batched and tensor.shape[:2] == (1, self.total):
-            return (0, mine)
+        if self.batched and tensor.dim() > 1 and tensor.shape[0] == 1:
+            by_heads = tensor.dim() == 4 and tensor.shape[2] == self.total
+            if tensor.shape[1] == self.total:
+                if by_heads and self.stop - self.start < self.total:
+                    raise LocationError(
+                        f"a tensor {tuple(tensor.shape)} among {self.total} tokens of several requests: it can't be "
+                        f"told whether its tokens are on axis 1 or 2. Trace this prompt alone"
+                    )
+                return (0, mine)
+            if by_heads:
+                return (0, slice(None), mine)
         return mine if tensor.dim() > 0 and tensor.shape[0] == self.total else None
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from insitu.block import LocationError
-from insitu.run.anatomy import Stream
+from insitu.run.heads import HEADS
 from insitu.run.interleaver import Interleaver
+from insitu.run.stream import Stream
 
 OF_MODEL = ("embed", "pos_embed", "final_norm")
-OF_LAYER = ("resid_pre", "attn_out", "resid_mid", "router_logits", "mlp_out", "resid_post")
+OF_LAYER = ("resid_pre", *HEADS, "attn_out", "resid_mid", "router_logits", "mlp_out", "resid_post")
 
 Name = tuple[str, int | None]
 

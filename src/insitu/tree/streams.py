@@ -12,8 +12,8 @@ class LayerStream:
     """One stream of the model at each layer: ``model.resid_post[3]`` is a tensor ``[tokens, d_model]``.
 
     Readable in a block, and writable: in-place edits and assignment change what the model goes on
-    with. ``len`` is the number of layers. Raises ``LocationError`` where the architecture computes no
-    such value.
+    with. ``model.resid_post(3)`` reads the same. ``len`` is the number of layers. Raises
+    ``LocationError`` where the architecture computes no such value.
     """
 
     def __init__(self, name: str, layers: Callable[[], int], owner: object = None) -> None:
@@ -26,6 +26,9 @@ class LayerStream:
 
     def __setitem__(self, layer: int, value: Any) -> None:
         session_for(self._at(layer), self._owner).write_stream(self._name, self._index(layer), value)
+
+    def __call__(self, layer: int) -> Any:
+        return self[layer]
 
     def __len__(self) -> int:
         return self._layers()
@@ -49,3 +52,4 @@ class LayerStream:
 
 
 LAYER_STREAMS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "router_logits")
+LAYER_STREAMS += ("q", "k", "v", "attn_pattern")
