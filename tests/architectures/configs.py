@@ -154,7 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         _MOE,
         _EXPERTS,
-        note="vLLM on the CPU attends beyond its window",
+        note="vLLM does not take its window from the config",
     ),
     "flex_olmo": Architecture(
         "FlexOlmoConfig",

@@ -70,8 +70,8 @@ def kernel(model: Any, **settings: Any) -> Iterator[None]:
         {"logits_soft_cap": 1.5},
         {"scale": 0.03},
         {"alibi_slopes": torch.linspace(0.1, 1, 4)},
-        {"sinks": torch.randn(4, generator=RANDOM).bfloat16()},
-        {"sinks": torch.randn(4, generator=RANDOM).bfloat16(), "sliding_window": 5, "logits_soft_cap": 2.0},
+        {"sinks": 9 + torch.randn(4, generator=RANDOM).bfloat16()},
+        {"sinks": 9 + torch.randn(4, generator=RANDOM).bfloat16(), "sliding_window": 5, "logits_soft_cap": 2.0},
     ],
     ids=lambda settings: "-".join(settings),
 )
