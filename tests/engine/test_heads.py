@@ -114,6 +114,26 @@ def test_in_compiled_engines_too(engines: Any) -> None:
         assert model.stats().eager_steps == before + 1, "keys are recorded only for blocks that get to later steps"
 
 
+@pytest.mark.slow
+def test_heads_can_be_tapped(engines: Any, llama: Any) -> None:
+    def block(model: Any) -> Any:
+        def run(tracer: Any) -> list[torch.Tensor]:
+            seen = []
+            for _ in tracer.iter[:]:
+                model.q[1][:, 0] *= 2
+                seen += [model.attn_pattern[1], model.k[1], model.logits]
+            return seen
+
+        return run
+
+    wanted = llama.run(block(llama), PROMPT, max_tokens=4, **GREEDY)
+    with own_engine(engines, "llama", enforce_eager=False, taps=["q"]) as model:
+        for _ in range(3):  # how a step runs is learnt
+            for mine, its in zip(model.run(block(model), PROMPT, max_tokens=4, **GREEDY), wanted, strict=True):
+                assert_close(mine, its)
+        assert model.stats().tapped_steps >= 4
+
+
 def test_all_of_one_layer_can_be_read_in_any_order(llama: Any) -> None:
     with llama.trace(PROMPT, **GREEDY, max_tokens=1):
         v = llama.v[1].save()

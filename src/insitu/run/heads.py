@@ -87,6 +87,10 @@ class KeyRecorder:
             with _InferenceMode(False):  # what is copied inside it can't be used freely later
                 self._steps.setdefault(place, {})[step] = heads.by_head(flat[mine].clone())
 
+    def forget(self, step: int) -> None:
+        for steps in self._steps.values():
+            steps.pop(step, None)
+
     def before(self, place: Place, step: int, what: str) -> torch.Tensor:
         """The keys of all steps before ``step``, in order."""
         found = self._steps.get(place, {})

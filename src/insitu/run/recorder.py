@@ -32,6 +32,10 @@ class Recorder(Protocol):
         """``live``: what the model goes on with."""
         ...
 
+    def forget(self, step: int) -> None:
+        """Drops what was recorded of ``step``, which is going to be run again."""
+        ...
+
 
 class CacheRecorder:
     """Fills one cache of one run."""
@@ -66,7 +70,6 @@ class CacheRecorder:
             self._records.add(place, step, self._own(live, rows, fixed))
 
     def forget(self, step: int) -> None:
-        """Drops what was recorded of ``step``, which is going to be run again."""
         self._records.drop(step)
 
     def _own(self, value: Any, rows: Rows, fixed: frozenset[int]) -> Any:
