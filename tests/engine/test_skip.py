@@ -174,7 +174,7 @@ def test_a_place_inside_is_refused_by_name(name: str, model: Any) -> None:
     ):
         with model.trace(PROMPT, temperature=0.0, max_tokens=1):
             layers(model)[1].skip(value if name == "gpt2" else (value, value))
-            layers(model)[1].get(child).output.save()
+            seen = layers(model)[1].get(child).output.save()
 
 
 def test_plain_requests_are_as_before(name: str, model: Any) -> None:

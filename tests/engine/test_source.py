@@ -45,7 +45,7 @@ def test_an_unknown_operation_names_the_nearest(llama: Any) -> None:
         llama.model.layers[3].mlp.source.self_act_0
     with pytest.raises(UnknownModuleError, match=text):
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
-            llama.model.layers[3].mlp.source.self_act_0.output.save()
+            seen = llama.model.layers[3].mlp.source.self_act_0.output.save()
     assert llama.in_flight() == 0
 
 
@@ -175,7 +175,7 @@ def test_nothing_stays_behind(llama: Any) -> None:
 def test_only_steps_in_which_a_block_waits_run_eagerly(llama: Any) -> None:
     before = llama.stats()
     with llama.trace(PROMPT, temperature=0.0, max_tokens=5, ignore_eos=True):
-        llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
+        seen = llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
     after = llama.stats()
     assert after.eager_steps - before.eager_steps == 1
     assert after.plain_steps - before.plain_steps == 4
@@ -282,15 +282,15 @@ def test_an_operation_that_has_gone_by_or_is_not_reached(llama: Any) -> None:
     with pytest.raises(OutOfOrderError, match=r"layers\.1\.mlp\.source\.self_act_fn_0\.output` has gone by") as caught:
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
             llama.model.layers[1].mlp.source.self_down_proj_0.input
-            llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
+            seen = llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
     assert caught.traceback[-1].path.name == "test_source.py"
     with pytest.raises(OutOfOrderError, match=r"layers\.1\.mlp\.source\.self_act_fn_0\.output` has gone by"):
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
             llama.model.layers[2].output
-            llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
+            seen = llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
     with pytest.raises(NotReachedError, match=r"layers\.1\.source\.self_input_layernorm_0\.output` was not reached"):
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
-            llama.model.layers[1].source.self_input_layernorm_0.output.save()
+            seen = llama.model.layers[1].source.self_input_layernorm_0.output.save()
 
 
 def test_a_write_that_does_not_fit(gpt2: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from insitu.block import LocationError, NotReachedError, OutOfOrderError, SharedModuleError, WriteError
 from insitu.tree import LOGITS, RESULT, SAMPLES, session_for
-from tests.run.packed import VOCAB, WIDTH, Packed
+from tests.run.packed import VOCAB, WIDTH, Packed, Scale
 
 
 @pytest.fixture
@@ -384,3 +384,65 @@ def test_a_buffer_is_passed_whole_and_can_t_be_edited(packed: Packed) -> None:
     with pytest.raises(WriteError, match="does not go by tokens"):
         packed.alone(rows(3), edit)
     assert packed.model.layers[0].mlp.lookup.table.eq(1).all()
+
+
+class Twice(torch.nn.Module):
+    """Calls one module twice, and another in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = Scale(2.0)
+        self.between = Scale(3.0)
+        self.after = Scale(5.0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.after(self.again(self.between(self.again(hidden))))
+
+
+def test_a_module_called_twice_is_served_at_its_next_visit() -> None:
+    packed = Packed(Twice())
+    hidden = rows(2)
+
+    def block():
+        first = packed.nodes.again.output
+        same = packed.nodes.again.output
+        between = packed.nodes.between.output
+        second = packed.nodes.again.output
+        return first, same, between, second, packed.nodes.after.input
+
+    packed.alone(hidden, lambda: packed.nodes.after.output)  # the first step, in which the order is learnt
+    for _ in range(2):
+        first, same, between, second, after = packed.alone(hidden, block)
+        assert first is same
+        for found, factor in ((first, 2), (between, 6), (second, 12), (after, 12)):
+            assert torch.equal(found, hidden * factor)
+
+
+def test_an_edit_at_the_second_visit_is_of_that_visit() -> None:
+    packed = Packed(Twice())
+
+    def block():
+        packed.nodes.between.output
+        packed.nodes.again.output = torch.ones(2, WIDTH)
+        return packed.nodes.after.output
+
+    packed.alone(rows(2), lambda: packed.nodes.after.output)
+    assert torch.equal(packed.alone(rows(2), block), torch.full((2, WIDTH), 5.0))
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_module_called_twice_has_gone_by_after_its_last_visit(learnt: bool) -> None:
+    packed = Packed(Twice())
+    if learnt:
+        packed.alone(rows(2), lambda: packed.nodes.after.output)
+
+    def block():
+        packed.nodes.after.output
+        packed.nodes.again.output
+
+    with pytest.raises(OutOfOrderError) as caught:
+        packed.alone(rows(2), block)
+    assert str(caught.value) == (
+        "`again.output` has gone by in this step. The block is at `after.output`, which comes after it. Places are "
+        "read in the order of the forward: move this read up, to where the model gets there"
+    )

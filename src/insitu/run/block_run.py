@@ -37,7 +37,7 @@ class Model(Protocol):
         """Raises if ``place`` can't come any more in this step."""
         ...
 
-    def position(self, place: Place) -> int: ...
+    def position(self, place: Place, after: int) -> int: ...
 
     def operations(self, path: str, op: str) -> Listing: ...
 
@@ -269,5 +269,5 @@ class BlockRun:
             self._model.check(self, place)
             self._served = None
             served = self._served = traps.wait(place)
-            self.at, self.position = place, self._model.position(place)
+            self.at, self.position = place, self._model.position(place, self.position)
         return served

@@ -173,8 +173,8 @@ class Interleaver:
         if late:
             raise refusals.gone_by(place, run.at)
 
-    def position(self, place: Place) -> int:
-        return self._reached if place.op else self.order.position(place)
+    def position(self, place: Place, after: int = 0) -> int:
+        return self._reached if place.op else self.order.next_visit(place, after)
 
     def operations(self, path: str, op: str) -> Listing:
         return self.ops.listing(path, op)
@@ -353,7 +353,7 @@ class Interleaver:
             self.ops.passed(place)
         else:
             self.order.arrive(place, self._active)
-            self._reached = max(self._reached, self.order.position(place))
+            self._reached = max(self._reached, self.order.next_visit(place, self._reached))
         return self._waiting.pop(place, [])
 
     def _ids_below(self, place: Place) -> int:

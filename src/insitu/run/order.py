@@ -16,7 +16,7 @@ class VisitOrder:
     """
 
     def __init__(self) -> None:
-        self._last: dict[Place, int] = {}
+        self._visits: dict[Place, list[int]] = {}
         self._calls: dict[Place, tuple[str, ...]] = {}
         self._count = 0
         self.complete = False
@@ -24,7 +24,7 @@ class VisitOrder:
     def restart(self) -> None:
         """Forgets what was seen, if it was not a whole step."""
         if not self.complete:
-            self._last.clear()
+            self._visits.clear()
             self._calls.clear()
             self._count = 0
 
@@ -32,7 +32,7 @@ class VisitOrder:
         """Notes a visit, inside these calls, while the order is being learnt."""
         if not self.complete:
             self._count += 1
-            self._last[place] = self._count
+            self._visits.setdefault(place, []).append(self._count)
             self._calls[place] = tuple(calls)
 
     def calls(self, place: Place) -> tuple[str, ...]:
@@ -40,8 +40,13 @@ class VisitOrder:
         return self._calls.get(place, ())
 
     def position(self, place: Place) -> int:
-        """Where ``place`` comes in a step, as far as it has been seen; 0 if it has not."""
-        return self._last.get(place, 0)
+        """Where ``place`` comes in a step, the last time as far as it has been seen; 0 if it has not."""
+        return self._visits[place][-1] if place in self._visits else 0
+
+    def next_visit(self, place: Place, after: int) -> int:
+        """Where ``place`` comes the next time; a forward may call one module twice."""
+        visits = self._visits.get(place, ())
+        return next((each for each in visits if each > after), self.position(place))
 
     def __contains__(self, place: Place) -> bool:
-        return place in self._last
+        return place in self._visits
