@@ -144,3 +144,19 @@ def test_stop_errors_and_nothing_left(model: Any, prompts: list[list[int]]) -> N
         with model.trace(prompts[0], **SETTINGS):
             1 / 0
     assert model.in_flight() == 0
+
+
+def test_the_logprobs_of_an_id_written_are_the_models(model: Any, prompts: list[list[int]]) -> None:
+    with model.trace(**{**SETTINGS, "max_tokens": 2}, logprobs=2) as tracer:
+        for number, prompt in enumerate(prompts):
+            with tracer.invoke(prompt):
+                first = model.logits[0].float().log_softmax(-1).save()
+                if number % 2:
+                    model.samples[:] = 77
+                result = tracer.result.save()
+    for number, (wanted, output) in enumerate(zip(first, result, strict=True)):
+        token, scores = output.outputs[0].token_ids[0], output.outputs[0].logprobs[0]
+        assert token == (77 if number % 2 else wanted.argmax())
+        assert set(scores) == {token, *wanted.topk(2).indices.tolist()}
+        assert scores[token].logprob == pytest.approx(wanted[token].item(), abs=1e-3)
+        assert scores[token].rank == int((wanted >= wanted[token]).sum())
