@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from insitu.block import ArgumentError, EngineError, UnknownModuleError
 from insitu.block.tracebacks import user_lines
@@ -27,6 +27,13 @@ _LATER = {
     **dict.fromkeys(("edit", "clear_edits", "aclear_edits"), _EACH_TIME),
     "serve": "`model.trace` runs the model in this process",
 }
+
+
+class Message(TypedDict):
+    """One message of a chat."""
+
+    role: str
+    content: Any
 
 
 class VLLM:
@@ -190,9 +197,13 @@ class VLLM:
         return Trace(self._running(), self._lock, prompts, sampling)
 
     @overload
-    def run(self, function: Callable[[Trace], T], prompt: str, **sampling: Any) -> T: ...
+    def run(self, function: Callable[[Trace], Any], prompt: Any, *, n: int, **sampling: Any) -> Any: ...
     @overload
-    def run(self, function: Callable[[Trace], T], prompt: list[str], **sampling: Any) -> list[T]: ...
+    def run(self, function: Callable[[Trace], T], prompt: str | list[int] | list[Message], **sampling: Any) -> T: ...
+    @overload
+    def run(self, function: Callable[[Trace], T], prompt: list[str] | list[list[int]], **sampling: Any) -> list[T]: ...
+    @overload
+    def run(self, function: Callable[[Trace], T], prompt: Mapping[str, Any], **sampling: Any) -> T: ...
     @overload
     def run(self, function: Callable[[Trace], T], prompt: Any, **sampling: Any) -> Any: ...
     @user_lines
