@@ -15,7 +15,6 @@ pytestmark = pytest.mark.gpu
 CASES = [
     ("llama", {}),
     ("llama", {"attention_backend": "TRITON_ATTN"}),
-    ("llama", {"attention_backend": "FLEX_ATTENTION"}),
     ("llama", {"kv_cache_dtype": "fp8"}),
     ("llama", {"kv_cache_dtype": "fp8", "attention_backend": "TRITON_ATTN"}),
     ("mistral", {}),
@@ -51,4 +50,4 @@ def test_pattern_times_values_is_what_attention_returns(name: str, settings: dic
             computed = torch.einsum("hqk,khd->qhd", pattern, values).flatten(1)
             apart = ((computed - returned.float()).norm() / returned.float().norm()).item()
             print(f"{name} {settings} {tuple(pattern.shape)}: {apart:.1e}")
-            assert apart < (0.05 if eight_bits else 0.01)
+            assert apart < (0.02 if eight_bits else 0.01)

@@ -12,9 +12,8 @@ import torch
 
 from insitu.block import LocationError
 
-# Backends whose treatment of scores was read. Each keeps scale, window, cap, slopes and sinks by these names.
+# Backends whose treatment of scores was read. All keep scale, window, cap, slopes and sinks by the same names.
 _KERNELS = {"CPUAttentionBackendImpl", "FlashAttentionImpl", "TritonAttentionImpl", "FlashInferImpl"}
-_KERNELS |= {"FlexAttentionImpl"}
 
 _EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
