@@ -42,11 +42,37 @@ def smollm2_folder() -> str:
     return demo_model()
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "in-process": {},
+    "workers": {"engine": "workers"},
+    "two-ranks": {"tensor_parallel_size": 2},
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engine", choices=KINDS, default="in-process", help="where the engines of the session run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--engine") == "two-ranks":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kind = config.getoption("--engine")
+    for item in items:
+        if kind != "in-process" and item.get_closest_marker("in_process"):
+            item.add_marker(pytest.mark.skip(reason="is about an engine in the process of its client"))
+        if kind == "two-ranks" and "smollm2" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason="the nine heads of SmolLM2 can't be split over two ranks"))
+
+
 class Engines:
     """One engine a model for the whole session, made when the first test asks for it."""
 
-    def __init__(self, needed: set[str]) -> None:
+    def __init__(self, needed: set[str], kind: str) -> None:
         self.needed = needed
+        self.settings = KINDS[kind]
         self.made: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:
@@ -67,7 +93,13 @@ class Engines:
 
         folder = demo_model() if name == "smollm2" else models.tiny(name)
         return insitu.VLLM(
-            folder, dispatch=True, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=16
+            folder,
+            dispatch=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=16,
+            **self.settings,
         )
 
     def close(self) -> None:
@@ -78,7 +110,7 @@ class Engines:
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
     needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    made = Engines(needed)
+    made = Engines(needed, request.config.getoption("--engine"))
     yield made
     made.close()
 

@@ -107,6 +107,16 @@ def completed(model: Any) -> list[Any]:
     return sorted(found, key=lambda output: int(output.request_id.split("-")[0]))
 
 
+def module_paths(root: torch.nn.Module) -> list[str]:
+    """Every module under each of its paths. For vLLM's `apply_model`, which calls it where the model is."""
+    return [path for path, _ in root.named_modules(remove_duplicate=False)]
+
+
+def watched_modules(root: torch.nn.Module) -> list[str]:
+    """Those that have a `forward` of their own. For vLLM's `apply_model`."""
+    return [path for path, module in root.named_modules() if "forward" in module.__dict__]
+
+
 Edit = Callable[[torch.Tensor], torch.Tensor]
 
 

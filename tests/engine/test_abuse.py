@@ -48,11 +48,11 @@ class Raising(torch.Tensor):
     ids=["sparse", "csr", "meta", "complex", "mkldnn"],
 )
 def test_odd_tensors_are_refused_and_the_engine_lives(llama: Any, value: torch.Tensor) -> None:
-    with pytest.raises((insitu.WriteError, RuntimeError)):
+    with pytest.raises((insitu.WriteError, insitu.ArgumentError, RuntimeError)):
         with llama.trace(PROMPT, **GREEDY):
             llama.model.layers[0].mlp.output = value
             llama.logits
-    with pytest.raises((insitu.WriteError, RuntimeError)):
+    with pytest.raises((insitu.WriteError, insitu.ArgumentError, RuntimeError)):
         with llama.trace(PROMPT, **GREEDY):
             llama.model.layers[0].mlp.skip(value)
             llama.logits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from insitu.block import LocationError, NotReachedError, OutOfOrderError, UnknownModuleError, WriteError
-from tests.engine.helpers import PROMPT, assert_close, hf, hf_edited, hf_stream, ids_of, layers, plain
+from tests.engine.helpers import PROMPT, assert_close, hf, hf_edited, hf_stream, ids_of, layers, plain, watched_modules
 from tests.models import HEADS, KV_HEADS, LAYERS, WIDTH
 
 OTHER = "Water boils at one hundred degrees"
@@ -166,8 +166,7 @@ def test_nothing_stays_behind(llama: Any) -> None:
     before = plain(llama, [ids], max_tokens=4)[0].outputs[0].token_ids
     with llama.trace(PROMPT, temperature=0.0, max_tokens=4):
         llama.model.layers[1].mlp.source.self_act_fn_0.output[:] = 0
-    worker = llama.vllm_entrypoint.llm_engine.model_executor.driver_worker
-    assert not [path for path, module in worker.get_model().named_modules() if "forward" in module.__dict__]
+    assert not any(llama.vllm_entrypoint.apply_model(watched_modules))
     assert plain(llama, [ids], max_tokens=4)[0].outputs[0].token_ids == before
     assert llama.in_flight() == 0
 

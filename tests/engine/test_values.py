@@ -12,7 +12,7 @@ import torch
 import insitu
 from tests import models
 from tests.engine import locations
-from tests.engine.helpers import BOUND, PROMPT, assert_close, difference, hf, hf_stream, ids_of, summed
+from tests.engine.helpers import BOUND, PROMPT, assert_close, difference, hf, hf_stream, ids_of, module_paths, summed
 from tests.engine.locations import Values
 
 TABLES = Path(__file__).resolve().parent.parent.parent / "build" / "values"
@@ -38,8 +38,7 @@ def wanted(name: str) -> Values:
 
 def paths_of(model: Any) -> list[str]:
     """Every module of the model that vLLM runs, under each of its paths, asked of vLLM itself."""
-    worker = model.vllm_entrypoint.llm_engine.model_executor.driver_worker
-    return [path for path, _ in worker.get_model().named_modules(remove_duplicate=False)]
+    return model.vllm_entrypoint.apply_model(module_paths)[0]
 
 
 def read_all(model: Any, paths: Iterable[str], prompt: Any, site: str) -> list[Any]:

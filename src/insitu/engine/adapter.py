@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 from insitu.block import RequestError
+from insitu.engine.following import FollowingHost
 from insitu.engine.host import Host
 from insitu.engine.job import job_id
 from insitu.engine.logprobs import rescored
 from insitu.engine.lora import Loras
-from insitu.engine.taps import interleaver_for
-from insitu.run import BlockRun, Rows
+from insitu.engine.ranks import interleaver_of
+from insitu.run import Rows
+from insitu.run.parallel import Follower
 from insitu.run.tapped import TappedInterleaver
 
 
@@ -33,12 +35,12 @@ class Adapter:
         model = runner.get_model()
         self._compute_logits: Callable[..., Any] = model.compute_logits
         safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
-        self.interleaver = interleaver_for(runner, model, self._compute_logits, safe_ids)
-        self.host = Host(self.interleaver)
+        self.interleaver = interleaver_of(runner, model, self._compute_logits, safe_ids)
+        self.host = FollowingHost(one) if isinstance(one := self.interleaver, Follower) else Host(one)
         self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
         if self.loras:
             self.interleaver.beside = self.loras.beside
-        self.runs: dict[str, BlockRun] = {}
+        self.runs: dict[str, Any] = {}
         self.waits_in_forward = False
         self.tapped = False
         self._expects_logits = False
@@ -86,9 +88,9 @@ class Adapter:
                 length, ids = _prompt_length(new), new.prompt_token_ids
                 self.host.admit(new.req_id, job, new.num_computed_tokens, tokens, length, ids, new.lora_request)
 
-    def token_rows(self, order: Iterable[str], counts: Mapping[str, int], total: int) -> dict[BlockRun, Rows]:
+    def token_rows(self, order: Iterable[str], counts: Mapping[str, int], total: int) -> dict[Any, Rows]:
         """The runs' rows in a forward over ``total`` tokens, padding included."""
-        rows: dict[BlockRun, Rows] = {}
+        rows: dict[Any, Rows] = {}
         start = 0
         for request in order:
             stop = start + counts[request]
@@ -97,7 +99,7 @@ class Adapter:
             start = stop
         return rows
 
-    def request_rows(self, order: Iterable[str], total: int) -> dict[BlockRun, Rows]:
+    def request_rows(self, order: Iterable[str], total: int) -> dict[Any, Rows]:
         """The runs' rows where there is one for each request."""
         return {self.runs[request]: Rows(i, i + 1, total) for i, request in enumerate(order) if request in self.runs}
 

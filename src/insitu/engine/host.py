@@ -95,7 +95,8 @@ class Host:
             return  # the V2 runner announces resumed requests once more
         execution = self.jobs[job].execution()
         live = _Live(BlockRun(execution, self.interleaver, self.jobs[job].length), execution, request)
-        live.run.prompt, live.run.owner, live.run.adapter = ids, self.jobs[job].owner, adapter
+        live.run.prompt, live.run.owner, live.run.request = ids, self.jobs[job].owner, request
+        live.run.adapter = adapter
         self._live[request] = live
         self._by_job.setdefault(job, []).append(live)
         if computed or scheduled != prompt:

@@ -50,6 +50,11 @@ class Job:
     """Steps that the request is certain to have."""
     owner: object = None
 
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """What it takes along of its caller, by name."""
+        return {self.block.qualname: self.block.fn} if isinstance(self.block, FunctionBlock) else self.values
+
     def execution(self) -> Execution:
         if isinstance(self.block, FunctionBlock):
             return _FunctionExecution(self.block, self.tracer)

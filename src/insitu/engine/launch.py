@@ -30,8 +30,14 @@ _GIB = 2**30
 _KNOWN = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
 
 
-def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = ()) -> LLM:
-    """The engine that ``vllm.LLM(repo, **engine_args)`` builds, in this process.
+def needs_workers(engine_args: Mapping[str, Any]) -> bool:
+    """Whether the model has several ranks, or its executor was chosen."""
+    several = (engine_args.get("tensor_parallel_size") or 1) > 1
+    return several or engine_args.get("distributed_executor_backend") not in (None, "uni")
+
+
+def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = (), workers: bool = False) -> LLM:
+    """The engine that ``vllm.LLM(repo, **engine_args)`` builds, its model in this process or in workers.
 
     Raises ``ArgumentError`` for an argument that vLLM does not have, ``EngineError`` if there is no
     such model or it is of a kind that insitu can't trace.
@@ -40,8 +46,11 @@ def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = ()) 
     for name in _OURS:
         if engine_args.get(name):
             raise ArgumentError(f"`{name}` is set by insitu itself, which gets into the engine by it")
-    if engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1) > 1:
-        raise ArgumentError("this version runs one rank: leave tensor_parallel_size and pipeline_parallel_size at 1")
+    _refuse_what_is_not_there_yet(engine_args, taps)
+    if workers:
+        engine_args = {"distributed_executor_backend": "mp", **engine_args}
+    elif needs_workers(engine_args):
+        raise ArgumentError("engine='in-process' runs one rank: leave `engine` out, and workers are used as needed")
     _require_model(repo)
     with _in_process(), _output_with_descriptor():
         llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)})
@@ -49,6 +58,14 @@ def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = ()) 
     if kind != "generate":
         raise EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
     return llm
+
+
+def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any], taps: Sequence[str]) -> None:
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if (engine_args.get(name) or 1) > 1:
+            raise ArgumentError(f"`{name}`: this version runs models over several devices by tensor_parallel_size only")
+    if taps and (engine_args.get("tensor_parallel_size") or 1) > 1:
+        raise ArgumentError("`taps`: this version has them on one rank only; without, blocks are served by eager steps")
 
 
 def _with_taps(engine_args: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any]:

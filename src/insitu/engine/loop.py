@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +42,8 @@ class EngineLoop:
         self._engine.step = self._step_for_others
         self._engine.has_unfinished_requests = lambda: bool(self._kept) or self._unfinished()
 
-    def run(self, requests: Sequence[Request], finished: Callable[[str, Any], None]) -> None:
-        """Submits the requests together and calls ``finished(job, output)`` as each ends.
+    def run(self, requests: Sequence[Request], finished: Callable[[Mapping[str, Any]], None]) -> None:
+        """Submits the requests together and calls ``finished`` with those that end in a step: outputs by job.
 
         Whatever way this is left (an error, ``KeyboardInterrupt``), no request of ours stays behind.
         """
@@ -58,13 +58,14 @@ class EngineLoop:
                 waiting[self._external(name)] = request.job
             with _interrupts_between_steps() as check:
                 while waiting and self._unfinished():
+                    ended: dict[str, Any] = {}
                     for output in self._checked_step():
-                        job = waiting.get(output.request_id)
-                        if job is None:
+                        if output.request_id not in waiting:
                             self._kept.append(output)
                         elif output.finished:
-                            del waiting[output.request_id]
-                            finished(job, output)
+                            ended[waiting.pop(output.request_id)] = output
+                    if ended:
+                        finished(ended)
                     check()
         finally:
             if waiting or len(internal) < len(requests):

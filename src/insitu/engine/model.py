@@ -15,8 +15,8 @@ from insitu.engine.trace import Trace
 from insitu.tree import LOGITS, SAMPLES, LayerStream, Listing, Node, current, session_for
 
 if TYPE_CHECKING:
+    from insitu.engine.engine import Engine
     from insitu.engine.host import Stats
-    from insitu.engine.inprocess import InProcess
     from insitu.engine.report import CheckReport
 
 T = TypeVar("T")
@@ -37,11 +37,12 @@ class Message(TypedDict):
 
 
 class VLLM:
-    """A model served by vLLM in this process, whose insides blocks can read and edit.
+    """A model served by vLLM, whose insides blocks can read and edit.
 
-    ``repo`` is a Hub id or a local folder; ``engine_args`` are whatever ``vllm.LLM`` takes. Returns
-    at once, without importing torch or vLLM: the first trace, ``dispatch=True`` or ``dispatch()``
-    builds the engine. Modules are attributes, by vLLM's own names::
+    ``repo`` is a Hub id or a local folder; ``engine_args`` are whatever ``vllm.LLM`` takes. The model runs
+    in this process, or, if it has several ranks or with ``engine="workers"``, in worker processes; blocks and
+    values then travel. Returns at once, without importing torch or vLLM: the first trace, ``dispatch=True``
+    or ``dispatch()`` builds the engine. Modules are attributes, by vLLM's own names::
 
         model = VLLM("Qwen/Qwen3-0.6B")
         with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=1):
@@ -59,21 +60,23 @@ class VLLM:
         dispatch: bool = False,
         mode: str = "sync",
         taps: Sequence[str] = (),
+        engine: Literal["in-process", "workers"] | None = None,
         **engine_args: Any,
     ) -> None:
         if mode != "sync":
             raise ArgumentError(
                 f"mode={mode!r}: this version runs mode='sync' only, which is what leaving it out means"
             )
-        if "engine" in engine_args:
+        if engine not in (None, "in-process", "workers"):
             raise ArgumentError(
-                "engine: insitu builds the engine itself; give the arguments of vllm.LLM here, and find the LLM it "
-                "built in model.vllm_entrypoint"
+                f"engine={engine!r}: it is 'in-process', 'workers', or left out, and then as the devices need. "
+                f"The arguments of vllm.LLM are given here by name, and the LLM is in model.vllm_entrypoint"
             )
+        self._workers = None if engine is None else engine == "workers"
         self._taps = tuple([taps] if isinstance(taps, str) else taps)
         self._repo = repo
         self._engine_args = engine_args
-        self._engine: InProcess | None = None
+        self._engine: Engine | None = None
         self._closed = False
         self._lock = threading.RLock()
         self._owner = self._operations
@@ -148,16 +151,16 @@ class VLLM:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _running(self) -> InProcess:
+    def _running(self) -> Engine:
         if self._engine is None:
             with self._lock:
                 if self._closed:
                     raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
                 if self._engine is None:
-                    engine = _in_process().launch(self._repo, self._engine_args, self._taps)
+                    engine = _engine_class().launch(self._repo, self._engine_args, self._taps, self, self._workers)
                     if self._taps:
                         _check_taps(engine, self._lock)
-                    engine.owner, self._engine = self._owner, engine
+                    self._engine = engine
         return self._engine
 
     @overload
@@ -395,16 +398,16 @@ class VLLM:
         return self._engine.outline.render()
 
 
-def _in_process() -> type[InProcess]:
+def _engine_class() -> type[Engine]:
     # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
     try:
-        from insitu.engine.inprocess import InProcess
+        from insitu.engine.engine import Engine
     except ModuleNotFoundError as error:
         raise EngineError(
             f"running a model needs vLLM, and here `{error.name}` is missing: pip install 'insitu[cpu]' for the "
             f"CPU build, 'insitu[cuda]' for NVIDIA GPUs"
         ) from error
-    return InProcess
+    return Engine
 
 
 def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> CheckReport:
@@ -414,7 +417,7 @@ def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> Check
     return check(model, PROMPTS if prompts is None else prompts, reference)
 
 
-def _check_taps(engine: InProcess, lock: threading.RLock) -> None:
+def _check_taps(engine: Engine, lock: threading.RLock) -> None:
     from insitu.engine.tap_check import check_taps
 
     try:

@@ -13,7 +13,7 @@ from insitu.engine.trace import Trace
 from insitu.tree import SAMPLES, Place, session_for
 
 if TYPE_CHECKING:
-    from insitu.engine.inprocess import InProcess
+    from insitu.engine.engine import Engine
     from insitu.run import Cache
 
 _PROMPT, _STEPS = (1, 2, 3, 4, 5, 6), 3
@@ -23,7 +23,7 @@ _BOUND = 0.25
 Values = dict[Place, list[torch.Tensor]]
 
 
-def check_taps(engine: InProcess, lock: threading.RLock) -> None:
+def check_taps(engine: Engine, lock: threading.RLock) -> None:
     """Raises ``LocationError``, by name, for a tap that gives zeros or the values of another place."""
     places = list(engine.taps())
     eager = _read(engine, lock, places, through_taps=False)
@@ -34,7 +34,7 @@ def check_taps(engine: InProcess, lock: threading.RLock) -> None:
         _require_alike(place, tapped[place], eager)
 
 
-def _read(engine: InProcess, lock: threading.RLock, places: Sequence[Place], through_taps: bool) -> Values:
+def _read(engine: Engine, lock: threading.RLock, places: Sequence[Place], through_taps: bool) -> Values:
     def block(tracer: Trace) -> list[tuple[str, Cache]]:
         caches = [
             (site, tracer.cache(paths, inputs=site == "input", outputs=site == "output"))

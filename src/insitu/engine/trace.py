@@ -29,7 +29,7 @@ from insitu.engine.tokens import positions_of, token_strings
 from insitu.tree import RESULT, current, session_for
 
 if TYPE_CHECKING:
-    from insitu.engine.inprocess import InProcess
+    from insitu.engine.engine import Engine
     from insitu.run import Cache
 
 
@@ -41,7 +41,7 @@ class Trace(CapturedBody):
     """
 
     def __init__(
-        self, engine: InProcess, lock: threading.RLock, prompts: Sequence[Any], settings: Mapping[str, Any]
+        self, engine: Engine, lock: threading.RLock, prompts: Sequence[Any], settings: Mapping[str, Any]
     ) -> None:
         _refuse_in_block("a trace", "it")
         self._engine = engine

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import vllm
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from insitu.block import EngineError
 from insitu.engine import taps
+from insitu.engine.channel import answered, decode
+from insitu.engine.following import FollowingHost
 from insitu.engine.host import Host, Stats
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, Loras
 from insitu.engine.runner_v1 import V1Adapter
 from insitu.engine.runner_v2 import V2Adapter
+from insitu.engine.signals import interrupt_blocks_only
+from insitu.engine.standin import WorkerSide
 from insitu.run import Names, Outcome, names_of
 from insitu.tree import Listing, Outline, Place
+from insitu.wire import Port, Shared
 
 # vLLM imports this file before it makes a worker.
 taps.install_when_loaded()
@@ -23,11 +30,13 @@ taps.install_when_loaded()
 class InsituWorker:
     """Called from the client by ``collective_rpc``. Names are prefixed, since they live in vLLM's class."""
 
-    insitu_host: Host | None = None
+    insitu_host: Host | FollowingHost | None = None
     insitu_loras: Loras | None = None
+    insitu_port: Port | None = None
+    insitu_shared: Shared | None = None
 
-    def insitu_attach(self) -> tuple[Outline, int]:
-        """Puts insitu beside the model runner; returns the model's outline and its number of layers.
+    def insitu_attach(self) -> None:
+        """Puts insitu beside the model runner.
 
         Called once compilation and graph capture are over, so that neither ever meets insitu.
         """
@@ -41,13 +50,45 @@ class InsituWorker:
         adapter = fitting[0](runner)
         self.insitu_host = adapter.host
         self.insitu_loras = adapter.loras
-        return adapter.interleaver.modules.outline(), adapter.interleaver.anatomy.layers
 
-    def insitu_submit(self, jobs: list[Job]) -> None:
+    def insitu_open(self) -> None:
+        """Attached, makes this worker answer by messages."""
+        self.insitu_attach()
+        interrupt_blocks_only()
+        if isinstance(self.insitu_host, FollowingHost):
+            return
+        config = self.model_runner.model_config  # type: ignore[attr-defined]
+        side = WorkerSide(config.model, self._insitu.interleaver, lambda: cached_tokenizer_from_config(config))
+        self.insitu_port = Port(side.name, side.find)
+
+    def insitu_call(self, call: bytes) -> bytes | None:
+        """A call of one of these methods by a message; the answer is one, too. Of several ranks, the first
+        one answers."""
+        request = decode(call)
+        host = self.insitu_host
+        if isinstance(host, FollowingHost):
+            host.called(request.method, request.jobs)
+            return None
+        assert self.insitu_port is not None
+        with self._insitu.interleaver.window() if request.method == "insitu_collect" else nullcontext():
+            return answered(self.insitu_port, getattr(self, request.method), request.message)
+
+    def insitu_outline(self) -> tuple[Outline, int]:
+        """The model's outline and its number of layers."""
+        interleaver = self._insitu.interleaver
+        return interleaver.modules.outline(), interleaver.anatomy.layers
+
+    def insitu_submit(self, jobs: list[Job], shared: list[Any] | None = None) -> None:
+        self.insitu_shared = Shared(shared or [])
         self._insitu.submit(jobs)
 
     def insitu_collect(self, results: dict[str, Any]) -> dict[str, list[Outcome]]:
         return self._insitu.collect(results)
+
+    def insitu_changes(self) -> dict[int, Any]:
+        """What blocks have changed of the objects that came with them."""
+        shared, self.insitu_shared = self.insitu_shared, None
+        return shared.changes() if shared is not None else {}
 
     def insitu_drop(self, jobs: list[str]) -> None:
         self._insitu.drop(jobs)
@@ -77,6 +118,6 @@ class InsituWorker:
 
     @property
     def _insitu(self) -> Host:
-        if self.insitu_host is None:
+        if not isinstance(self.insitu_host, Host):
             raise EngineError("insitu is not attached to this worker")
         return self.insitu_host

@@ -60,6 +60,7 @@ class BlockRun:
         self.length = length
         self.owner: object = None
         self.adapter: Any = None
+        self.request = ""
         self._program = program
         self._model = model
         self._state = TorchState()

@@ -67,6 +67,12 @@ class Interleaver:
         self._vocabulary = 0
         self.beside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         """What calls of modules on values of a block, which it is given, run in."""
+        self.touched: set[int] = set()
+        """Which tensors of the place served last were edited where they are."""
+
+    def window(self) -> AbstractContextManager[Any]:
+        """To be open while blocks run otherwise than in a step."""
+        return nullcontext()
 
     # -- one step -------------------------------------------------------------------------
 
@@ -183,7 +189,10 @@ class Interleaver:
         module = self.modules[path]
         if self.modules.has_state(path):
             raise refusals.holds_state(path, module)
-        return self._aside(partial(module, *args, **kwargs), (args, kwargs))
+        return self._aside(partial(self._apply, path, args, kwargs), (args, kwargs))
+
+    def _apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.modules[path](*args, **kwargs)
 
     def _own_forward(self, module: torch.nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -312,10 +321,12 @@ class Interleaver:
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
         live = self._write_again(place, live, copies)
+        self.touched = set()
         for run in self._arrived(place):
             try:
                 served = self._show(run, place, live)
                 live = served.write_back(copies, self._ids_below(place))
+                self.touched |= served.touched
                 run.edited |= served.edited and place.in_forward
             except Exception as error:  # whatever a block left there, it is this request's error
                 run.refuse(error)

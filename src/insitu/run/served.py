@@ -113,7 +113,7 @@ class Served:
     only a comparison shows it.
     """
 
-    __slots__ = ("_leaves", "edited", "live", "value", "what")
+    __slots__ = ("_leaves", "edited", "live", "touched", "value", "what")
 
     def __init__(
         self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset(), compare: bool = False
@@ -130,6 +130,7 @@ class Served:
         self.live = live
         self._leaves = leaves
         self.edited = False
+        self.touched: set[int] = set()
         self.what = what
         self.value = map_tensors(live, private)
 
@@ -168,16 +169,19 @@ class Served:
         value of this place only: whoever else holds the tensor (it may be the residual stream itself)
         is not to see it, so it goes to a copy. ``copies`` are those made at this visit so far, for
         other requests, by their id, each with its original. Token ids and positions must be below
-        ``ids_below``.
+        ``ids_below``. ``touched`` then says which tensors, counted in the order of the structure, were edited
+        in place.
         """
         replaced: dict[int, torch.Tensor] = {}
-        for key, leaf in self._leaves.items():
+        for index, (key, leaf) in enumerate(self._leaves.items()):
             if not self._is_changed(leaf):
                 continue
             self.edited = True
             rows, live = self._writable(leaf, ids_below)
             original = copies.get(key, live)
             apart = _shares_elements(original)
+            if not apart and (leaf.edited is not None or not leaf.replaced):
+                self.touched.add(index)
             if leaf.edited is not None and not apart:
                 original[rows].copy_(leaf.edited)
             if (leaf.replaced or apart) and key not in copies:

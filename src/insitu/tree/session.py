@@ -106,7 +106,7 @@ def session_for(what: str, owner: object = None) -> Session:
             f"{what} exists only while the model runs: read it inside `with model.trace(prompt):` "
             f"or `with tracer.invoke(prompt):` and keep it with `.save()`"
         )
-    if owner is not None and session.owner is not None and session.owner is not owner:
+    if owner is not None and session.owner is not None and session.owner != owner:
         raise OutsideTraceError(
             f"{what} belongs to another model than the one that this block runs beside; trace that one by itself"
         )

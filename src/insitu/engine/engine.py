@@ -1,4 +1,4 @@
-"""The engine as its client in the same process sees it."""
+"""The engine as its client sees it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from vllm.lora.request import LoRARequest
 
 from insitu.block import ArgumentError, EngineError, Lost, RequestError
 from insitu.block.tracebacks import user_frame
+from insitu.engine.channel import Channel, Direct, Wired
 from insitu.engine.host import Stats
 from insitu.engine.job import BY_BLOCK, Job, tagged
-from insitu.engine.launch import launch, shut_down
+from insitu.engine.launch import launch, needs_workers, shut_down
 from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.lora import require_applied
 from insitu.engine.prompts import Limits, as_prompt, require_room
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
+from insitu.engine.standin import ClientSide
 from insitu.run import Home, Names, Outcome
 from insitu.tree import Listing, Outline, Place
 
@@ -68,28 +70,33 @@ class Result:
         return values[0] if len(values) == 1 else values
 
 
-class InProcess:
-    """A vLLM engine in this process. Values and blocks go by reference."""
+class Engine:
+    """A vLLM engine and the channel to the workers that run its model."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, channel: Channel, owner: object) -> None:
         self.llm = llm
+        self.owner = owner
+        self._channel = channel
         self.outline: Outline
         self.layers: int
-        self.outline, self.layers = self._rpc("insitu_attach")
+        self.outline, self.layers = channel.call("insitu_outline")
         config = llm.llm_engine.vllm_config
         self._limits = _limits(config)
         self._speculative = config.speculative_config is not None
         self._loop = EngineLoop(llm)
         self._failure: BaseException | None = None
         self._closed = False
-        self.owner: object = None
         self._adapters: set[tuple[int, str]] = set()
 
     @classmethod
-    def launch(cls, repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = ()) -> InProcess:
-        llm = launch(repo, engine_args, taps)
+    def launch(
+        cls, repo: str, engine_args: Mapping[str, Any], taps: Sequence[str], model: Any, workers: bool | None
+    ) -> Engine:
+        """The engine of ``model``. ``workers``: whether it runs in worker processes; None: if it must."""
+        workers = needs_workers(engine_args) if workers is None else workers
+        llm = launch(repo, engine_args, taps, workers)
         try:
-            return cls(llm)
+            return cls(llm, Wired(llm, ClientSide(model)) if workers else Direct(llm), model._owner)
         except BaseException:
             shut_down(llm)
             raise
@@ -101,26 +108,26 @@ class InProcess:
         return self.llm.get_tokenizer()
 
     def in_flight(self) -> int:
-        return self._rpc("insitu_in_flight")
+        return self._channel.call("insitu_in_flight")
 
     def stats(self) -> Stats:
-        return self._rpc("insitu_stats")
+        return self._channel.call("insitu_stats")
 
     def taps(self) -> dict[Place, bool]:
         """The places that have taps, and whether any forward has come by."""
-        return self._rpc("insitu_taps")
+        return self._channel.call("insitu_taps")
 
     def use_taps(self, use: bool) -> None:
         """Whether blocks are served at taps; if not, by eager steps there too."""
-        self._rpc("insitu_use_taps", use)
+        self._channel.call("insitu_use_taps", use)
 
     def operations(self, path: str, op: str) -> Listing:
         """The text of a module's forward, or of what an operation in it calls."""
-        return self._rpc("insitu_operations", path, op)
+        return self._channel.call("insitu_operations", path, op)
 
     def names(self) -> Names:
         """The standard names of the model, in the order of its forward."""
-        return self._rpc("insitu_names")
+        return self._channel.call("insitu_names")
 
     def check(self, settings: Mapping[str, Any]) -> None:
         check_sampling(settings)
@@ -144,7 +151,7 @@ class InProcess:
         asked = (lora.lora_int_id, lora.lora_path)
         if asked in self._adapters and not lora.load_inplace:
             return
-        fit = self._rpc("insitu_fit", lora)
+        fit = self._channel.call("insitu_fit", lora)
         if fit is None:
             raise ArgumentError(
                 "lora_request: this engine has no room for adapters; load the model with enable_lora=True"
@@ -158,24 +165,29 @@ class InProcess:
         """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""
         results: dict[str, Result] = {}
 
-        def finished(job: str, output: Any) -> None:
-            for completion in output.outputs:
-                if completion.stop_reason == BY_BLOCK:
-                    completion.finish_reason = "stop"
-            results[job] = Result(self._rpc("insitu_collect", {job: output})[job], output)
+        def finished(outputs: Mapping[str, Any]) -> None:
+            for output in outputs.values():
+                for completion in output.outputs:
+                    if completion.stop_reason == BY_BLOCK:
+                        completion.finish_reason = "stop"
+            outcomes = self._channel.call("insitu_collect", dict(outputs), jobs=list(outputs))
+            results.update((job, Result(outcomes[job], output)) for job, output in outputs.items())
 
         for prepared, job in work:
             job.length = certain_length(prepared.params)
             job.owner = self.owner
         self._require_alive()
-        self._rpc("insitu_submit", [job for _, job in work])
+        jobs = [job for _, job in work]
+        self._channel.submit(jobs)
         try:
             self._loop.run([_request(prepared, job) for prepared, job in work], finished)
         except FailedStepError as failure:
             self._failure = failure.__cause__
             self._require_alive()
         finally:
-            self._rpc("insitu_drop", [job.id for _, job in work if job.id not in results])
+            lost = [job.id for job in jobs if job.id not in results]
+            self._channel.call("insitu_drop", lost, jobs=lost)
+        self._channel.settle()
         gone = self.refused(RequestError("the request was aborted before it ended"))
         return [results.get(job.id, gone) for _, job in work]
 
@@ -202,11 +214,8 @@ class InProcess:
     def close(self) -> None:
         self._closed = True
         shut_down(self.llm)
-        del self.llm, self._loop
+        del self.llm, self._loop, self._channel
         gc.collect()
-
-    def _rpc(self, method: str, *args: Any) -> Any:
-        return self.llm.collective_rpc(method, args=args)[0]
 
 
 def _limits(config: VllmConfig) -> Limits:

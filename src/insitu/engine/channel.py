@@ -1,0 +1,126 @@
+"""How a client calls its workers: directly in one process, or by messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import msgspec
+
+from insitu.block import ArgumentError
+from insitu.engine.job import Job
+from insitu.engine.standin import ClientSide
+from insitu.run import Outcome
+from insitu.wire import Port, apply, changeable
+
+
+class Call(msgspec.Struct, array_like=True):
+    """One call of a worker's method. ``jobs`` is all that a rank which runs no blocks needs of it."""
+
+    method: str
+    jobs: list[str]
+    message: bytes
+
+
+encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Call).decode
+
+
+class Channel(Protocol):
+    def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
+        """What the method of the leading worker returns; raises what it raises."""
+        ...
+
+    def submit(self, jobs: Sequence[Job]) -> None: ...
+
+    def settle(self) -> None:
+        """To be called when the submitted jobs have ended: objects of the caller are as they left them."""
+        ...
+
+
+class Direct:
+    """The worker is in this process: values and blocks go by reference."""
+
+    def __init__(self, llm: Any) -> None:
+        self._rpc = llm.collective_rpc
+        self._rpc("insitu_attach")
+
+    def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
+        return self._rpc(method, args=args)[0]
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        self.call("insitu_submit", jobs)
+
+    def settle(self) -> None:
+        pass
+
+
+class Wired:
+    """The workers are other processes, and may be on other machines."""
+
+    def __init__(self, llm: Any, side: ClientSide) -> None:
+        self._rpc = llm.collective_rpc
+        self._port = Port(side.name, side.find)
+        self._shared: list[Any] = []
+        self._rpc("insitu_open")
+
+    def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
+        message = self._port.pack(args)
+        answers = self._rpc("insitu_call", args=(encode(Call(method, list(jobs), message)),))
+        value, error = self._port.unpack(next(answer for answer in answers if answer))
+        if error is not None:
+            raise error
+        return value
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        self._shared = changeable(part for job in jobs for part in job.parts.values())
+        try:
+            self.call("insitu_submit", list(jobs), self._shared, jobs=[job.id for job in jobs])
+        except Exception as error:
+            for name, part in {name: part for job in jobs for name, part in job.parts.items()}.items():
+                if hindrance := self._port.hindrance(part):
+                    raise _cannot_travel(name, part, hindrance) from error
+            raise
+
+    def settle(self) -> None:
+        if self._shared:
+            shared, self._shared = self._shared, []
+            apply(shared, self.call("insitu_changes"))
+
+
+def _cannot_travel(name: str, part: Any, hindrance: BaseException) -> ArgumentError:
+    return ArgumentError(
+        f"`{name}` ({type(part).__name__}) can't travel to the engine's worker process, because pickle can't take it "
+        f"({type(hindrance).__name__}: {hindrance}): make it in the block, or load the model without engine='workers'"
+    )
+
+
+def answered(port: Port, function: Callable[..., Any], message: bytes) -> bytes:
+    """Calls ``function`` with what came, and packs what it returns or raises."""
+    try:
+        value = function(*port.unpack(message))
+    except Exception as error:
+        return port.pack((None, error))
+    try:
+        return port.pack((value, None))
+    except Exception as error:
+        if not isinstance(value, dict):
+            return port.pack((None, error))
+        for outcome in chain.from_iterable(value.values()):
+            _keep_what_travels(outcome, port)
+        return port.pack((value, None))
+
+
+def _keep_what_travels(outcome: Outcome, port: Port) -> None:
+    """What can't come home is this request's error, and nobody else's."""
+    parts = {**outcome.saves, **outcome.bound, "what the function returned": outcome.returned}
+    wrong = {name: hindrance for name, part in parts.items() if (hindrance := port.hindrance(part))}
+    for name, hindrance in wrong.items():
+        outcome.saves.pop(name, None)
+        outcome.bound.pop(name, None)
+        outcome.error = outcome.error or ArgumentError(
+            f"`{name}` can't come home from the engine's worker process, because pickle can't take it "
+            f"({type(hindrance).__name__}: {hindrance}): save the parts of it that you need"
+        )
+    if "what the function returned" in wrong:
+        outcome.returned = None

@@ -1,0 +1,92 @@
+"""The ranks of a tensor-parallel model as vLLM sets them up, and which of its modules lie over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from insitu.engine.taps import interleaver_for
+from insitu.run import Interleaver
+from insitu.run.layouts import Parallel
+from insitu.run.parallel import Follower, Leader
+from insitu.run.shards import Split
+
+
+def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int) -> Interleaver:
+    """The interleaver of this rank: alone, leading or following."""
+    group = Ranks()
+    if group.size == 1:
+        return interleaver_for(runner, model, unembed, safe_ids)
+    heads = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    vocabulary = tuple({Split(((head.num_embeddings_per_partition, 1),)) for head in heads if head.tp_size > 1})
+
+    def lies(module: Any) -> Parallel | None:
+        return Parallel(inside=vocabulary) if isinstance(module, LogitsProcessor) else parallel(module)
+
+    return (Follower if group.rank else Leader)(model, unembed, safe_ids, group, lies)
+
+
+class Ranks:
+    """vLLM's tensor-parallel group."""
+
+    def __init__(self) -> None:
+        self._group = get_tp_group()
+        self.rank: int = self._group.rank_in_group
+        self.size: int = self._group.world_size
+
+    def send(self, message: Any) -> None:
+        self._group.broadcast_object(message, src=0)
+
+    def receive(self) -> Any:
+        return self._group.broadcast_object(None, src=0)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        mine = tensor.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self._group.device_group)
+        return parts
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        whole = tensor.contiguous()
+        dist.broadcast(whole, src=self._group.ranks[0], group=self._group.device_group)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+def parallel(module: Any) -> Parallel | None:
+    """How a module of vLLM lies over the ranks; None if it is whole on each."""
+    if getattr(module, "tp_size", 1) == 1:
+        return None
+    if isinstance(module, ColumnParallelLinear):
+        return None if module.gather_output else Parallel(opens=_columns(module))
+    if isinstance(module, RowParallelLinear):
+        split = Split(((module.input_size_per_partition, 1),)) if module.input_is_parallel else None
+        return Parallel(closes=split, summed=not module.reduce_results)
+    if "MoE" in type(module).__name__:
+        return Parallel(summed=True)
+    if isinstance(module, VocabParallelEmbedding):
+        return Parallel(inside=())
+    return None
+
+
+def _columns(module: ColumnParallelLinear) -> tuple[Split, ...]:
+    """The layout of the output, and those of its pieces."""
+    widths = [(width, 1) for width in module.output_partition_sizes]
+    if isinstance(module, QKVParallelLinear):
+        kv = module.num_kv_head_replicas
+        widths = [(width, kv if i else 1) for i, (width, _) in enumerate(widths)]
+    elif not isinstance(module, MergedColumnParallelLinear):
+        widths = [(sum(width for width, _ in widths), 1)]
+    return tuple(dict.fromkeys([Split(tuple(widths)), *(Split((each,)) for each in widths)]))

@@ -1,0 +1,161 @@
+"""Which tensors of a tensor-parallel forward are whole on every rank, and how the others lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from insitu.block import LocationError
+from insitu.run.modules import ModuleTable
+from insitu.run.served import map_tensors, storage_of
+from insitu.run.shards import Group, Layout, Split, Summed, are_equal
+from insitu.tree import Place
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A module whose weights lie over the ranks.
+
+    ``opens``: its output is cut, and so is what comes of it; the first of these layouts is the output's own,
+    the others are those of its pieces. ``closes``: its input is cut, and its output is not.
+    ``summed``: ranks may return summands, which somebody else adds up. ``inside``: layouts that occur within
+    its own forward.
+    """
+
+    opens: tuple[Split, ...] = ()
+    closes: Split | None = None
+    summed: bool = False
+    inside: tuple[Split, ...] | None = None
+
+
+@dataclass
+class Gathered:
+    """What one place has, made whole. ``value`` is of the structure of ``live``; a tensor that is whole on
+    every rank is the live one itself."""
+
+    live: Any
+    value: Any
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    wholes: list[torch.Tensor] = field(default_factory=list)
+    layouts: list[Layout | None] = field(default_factory=list)
+
+
+class Layouts:
+    """Follows one forward. Between a module that cuts and the one that closes it, under the module around
+    both, tensors are known by their width; where that says nothing, by whether the ranks agree."""
+
+    def __init__(self, modules: ModuleTable, parallel: Callable[[Any], Parallel | None], group: Group) -> None:
+        found = {path: parallel(module) for path, module in modules.by_path.items()}
+        self.parallel = {path: each for path, each in found.items() if each is not None}
+        self._group = group
+        self._always = {path: list(each.inside) for path, each in self.parallel.items() if each.inside is not None}
+        self._open: dict[str, list[Split]] = {}
+        self._summands: set[int] = set()
+
+    def restart(self) -> None:
+        self._open = dict(self._always)
+        self._summands.clear()
+
+    def passed(self, path: str, value: Any) -> None:
+        """A module has returned."""
+        each = self.parallel.get(path)
+        if each is None:
+            return
+        around = path.rpartition(".")[0]
+        if each.opens:
+            known = self._open.setdefault(around, [])
+            known += [split for split in each.opens if split not in known]
+        if each.closes is not None:
+            self._open.pop(around, None)
+        if each.summed:
+            # Whoever adds them up does so in the module around, or in the one around that.
+            self._summands.update(storage_of(tensor) for tensor in _unique(value))
+            self._open.setdefault(around, [])
+            self._open.setdefault(around.rpartition(".")[0], [])
+
+    def gather(self, place: Place, live: Any) -> Gathered:
+        """By all ranks. Raises ``LocationError`` on all of them if it can't be told how a tensor lies."""
+        gathered = Gathered(live, live)
+        replaced: dict[int, torch.Tensor] = {}
+        for tensor in _unique(live):
+            layout, whole = self._whole(place, tensor)
+            gathered.tensors.append(tensor)
+            gathered.layouts.append(layout)
+            gathered.wholes.append(whole)
+            replaced[id(tensor)] = whole
+        if any(layout is not None for layout in gathered.layouts):
+            gathered.value = map_tensors(live, lambda tensor: replaced[id(tensor)])
+        return gathered
+
+    def call(self, path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module applied to whole values; what it returns is whole."""
+        each = self.parallel.get(path, Parallel())
+        if each.closes is not None:
+            split = each.closes
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: split.part(tensor, self._group))
+        value = module(*args, **kwargs)
+        if each.opens:
+            return map_tensors(value, lambda tensor: each.opens[0].whole(self._group.gather(tensor)))
+        if each.summed:
+            return map_tensors(value, lambda tensor: self._decided(tensor, [Summed()])[1])
+        return value
+
+    def _whole(self, place: Place, tensor: torch.Tensor) -> tuple[Layout | None, torch.Tensor]:
+        if not tensor.is_floating_point() or not tensor.dim():
+            return None, tensor
+        own = self.parallel.get(place.path) if not place.op else None
+        if own is not None and place.at("output") == place and (own.opens or own.closes):
+            return self._decided(tensor, list(own.opens[:1]) or ([Summed()] if own.summed else []))
+        if own is not None and place.at("output") != place and (own.opens or own.closes):
+            return self._decided(tensor, [own.closes] if own.closes else [])
+        around = self._around(place.path)
+        known = [split for split in around or () if split.fits(tensor)]
+        if known or storage_of(tensor) in self._summands:
+            return self._decided(tensor, known or [Summed()])
+        if around is None and not place.op:
+            return None, tensor
+        parts = self._group.gather(tensor)
+        if not are_equal(parts):
+            raise LocationError(
+                f"`{place}`: a tensor {tuple(tensor.shape)} here lies in parts on {self._group.size} ranks, and it "
+                f"can't be told how: read it at the modules before or after"
+            )
+        return None, tensor
+
+    def _decided(self, tensor: torch.Tensor, candidates: list[Any]) -> tuple[Layout | None, torch.Tensor]:
+        candidates = [each for each in candidates if isinstance(each, Summed) or each.fits(tensor)]
+        if not candidates:
+            return None, tensor
+        parts = self._group.gather(tensor)
+        if isinstance(candidates[0], Summed) and are_equal(parts):
+            return None, tensor  # somebody has added them up already
+        if len(candidates) > 1:
+            # Queries and keys of one width: keys that ranks share are those on which they agree.
+            shared = sorted(candidates, key=lambda split: -max(replicas for _, replicas in split.segments))
+            candidates = [split for split in shared if split.agrees(parts)]
+        return candidates[0], candidates[0].whole(parts)
+
+    def _around(self, path: str) -> list[Split] | None:
+        while path:
+            if path in self._open:
+                return self._open[path]
+            path = path.rpartition(".")[0]
+        return None
+
+
+def _unique(value: Any) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in _tensors(value)}.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)

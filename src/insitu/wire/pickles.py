@@ -1,0 +1,90 @@
+"""Values as a pickle with its large parts beside it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+
+from .errors import reduced_error
+from .modules import by_value
+
+PersistentId = Callable[[Any], Any]
+PersistentLoad = Callable[[Any], Any]
+
+
+def dumps(value: Any, persistent_id: PersistentId) -> tuple[bytes, list[memoryview]]:
+    """``value`` as bytes, and the buffers of its tensors and arrays."""
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    with by_value():
+        _Pickler(file, persistent_id, buffers.append).dump(value)
+    return file.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def loads(data: bytes, buffers: Sequence[memoryview], persistent_load: PersistentLoad) -> Any:
+    unpickler = _Unpickler(io.BytesIO(data), buffers=buffers)
+    unpickler.load_persistent = persistent_load
+    return unpickler.load()
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: Any, persistent_id: PersistentId, keep: Callable[[pickle.PickleBuffer], Any]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep)
+        self._identify = persistent_id
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._identify(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, BaseException):
+            return reduced_error(obj, cloudpickle.dumps)
+        torch = sys.modules.get("torch")
+        if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj, torch):
+            return _reduced_tensor(obj, torch)
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    load_persistent: PersistentLoad
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.load_persistent(pid)
+
+
+def _is_plain(tensor: Any, torch: Any) -> bool:
+    # Those that hang on a graph, and those of other layouts, torch itself knows how to carry, or refuses.
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+        and tensor.grad_fn is None
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _reduced_tensor(tensor: Any, torch: Any) -> tuple[Any, ...]:
+    device = tensor.device.type
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+    kind = type(tensor).__name__
+    described = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), device, kind, tensor.requires_grad)
+    return _tensor_from, (pickle.PickleBuffer(raw.numpy()), *described)
+
+
+def _tensor_from(raw: Any, dtype: str, shape: tuple[int, ...], device: str, kind: str, requires_grad: bool) -> Any:
+    import torch
+
+    with torch.inference_mode(False):
+        kept = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
+        tensor = kept.view(getattr(torch, dtype)).reshape(shape)
+        if device != "cpu":
+            tensor = tensor.to(device)
+        if kind == "Parameter":
+            return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+        return tensor.requires_grad_(requires_grad) if requires_grad else tensor

@@ -1,0 +1,167 @@
+"""Messages between two ends: what arrives is what was sent, and nothing is kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import insitu
+from insitu.block import BlockError
+from insitu.wire import Port
+
+BIG = torch.arange(40_000, dtype=torch.float32).reshape(4, -1)
+
+
+def ends() -> tuple[Port, Port]:
+    one, other = Port(lambda obj: None, lambda name: None), Port(lambda obj: None, lambda name: None)
+    one.unpack(other.pack(None))  # each has heard of the other
+    return one, other
+
+
+def sent(value: Any) -> Any:
+    one, other = ends()
+    return other.unpack(one.pack(value))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(0, 5),
+        torch.randn(3, 4, dtype=torch.bfloat16),
+        torch.randn(3, 4).to(torch.float8_e4m3fn),
+        torch.tensor([True, False]),
+        torch.arange(6).reshape(2, 3).T,
+        torch.ones(1, 3).expand(5, 3),
+        torch.randn(2, 2, dtype=torch.complex64),
+        BIG,
+        BIG[:, ::2],
+    ],
+    ids=["scalar", "empty", "bfloat16", "float8", "bool", "transposed", "expanded", "complex", "big", "strided"],
+)
+def test_tensors_arrive_whole_and_are_ordinary(tensor: torch.Tensor) -> None:
+    got = sent({"x": [tensor]})["x"][0]
+    assert got.dtype == tensor.dtype
+    assert got.shape == tensor.shape
+    assert torch.equal(got.view(torch.uint8) if got.dim() else got, _bytes(tensor))
+    got.zero_()
+    assert not got.is_inference()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+
+
+def test_what_was_one_object_is_one_object() -> None:
+    first, second = sent([BIG, BIG])
+    assert first is second
+
+
+def test_parameters_and_leaves_keep_their_kind() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    parameter, got = sent((torch.nn.Parameter(torch.ones(2), requires_grad=False), leaf))
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert not parameter.requires_grad
+    assert got.requires_grad
+    (got * 2).sum().backward()
+    assert got.grad.tolist() == [2, 2, 2]
+
+
+def test_large_tensors_are_not_in_the_message_and_their_memory_is_given_back() -> None:
+    one, other = ends()
+    files = len(os.listdir("/proc/self/fd"))
+    message = one.pack(BIG)
+    assert len(message) < 1000
+    assert one.lent == 1
+    got = other.unpack(message)
+    one.unpack(other.pack("thanks"))
+    assert one.lent == 0
+    del message
+    assert torch.equal(got, BIG)
+    del got
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_to_another_machine_all_is_in_the_message() -> None:
+    one, other = Port(lambda obj: None, lambda name: None), Port(lambda obj: None, lambda name: None)
+    message = one.pack(BIG)  # it has heard of nobody
+    assert len(message) > BIG.nbytes
+    assert torch.equal(other.unpack(message), BIG)
+
+
+class OddError(Exception):
+    def __init__(self, place: str, *, got: int) -> None:
+        super().__init__(f"{place} got {got}")
+        self.got = got
+
+    def __reduce__(self) -> Any:
+        return _odd, (self.args[0].partition(" ")[0], self.got)
+
+
+def _odd(place: str, got: int) -> OddError:
+    return OddError(place, got=got)
+
+
+class StuckError(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        try:
+            {}["first"]
+        except KeyError as cause:
+            raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def test_errors_keep_class_message_notes_cause_and_lines() -> None:
+    error = raised(OddError("here", got=3))
+    error.__dict__["invoke"] = 4
+    got = sent(error)
+    assert isinstance(got, OddError)
+    assert (str(got), got.got) == ("here got 3", 3)
+    assert isinstance(got.__cause__, KeyError)
+    line = got.__traceback__
+    assert (line.tb_frame.f_code.co_name, line.tb_frame.f_code.co_filename) == ("raised", __file__)
+    assert line.tb_lineno == raised.__code__.co_firstlineno + 5
+
+
+def test_a_missing_attribute_keeps_its_name() -> None:
+    with pytest.raises(AttributeError) as caught:
+        torch.ones(1).nothing
+    assert sent(caught.value).name == "nothing"
+
+
+def test_an_error_that_can_t_travel_is_named() -> None:
+    got = sent(raised(StuckError()))
+    assert isinstance(got, BlockError)
+    assert got.original.endswith("test_port.StuckError")
+    assert str(got).endswith("StuckError: holds a lock")
+    assert got.__traceback__ is not None
+
+
+def test_errors_of_the_library_arrive_as_themselves() -> None:
+    error = insitu.PromptError("empty")
+    error.invoke = 3
+    got = sent(error)
+    assert type(got) is insitu.PromptError
+    assert got.invoke == 3
+
+
+def test_functions_classes_and_closures_of_user_files_travel_as_code() -> None:
+    factor = 3
+    message = ends()[0].pack(lambda x: _twice(x) * factor)
+    assert b"_twice" in message
+    assert ends()[1].unpack(message)(2) == 12
+
+
+def _twice(x: int) -> int:
+    return 2 * x
