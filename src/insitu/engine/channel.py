@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from insitu.block import ArgumentError
+from insitu.block import ArgumentError, EngineError
 from insitu.engine.job import Job
 from insitu.engine.standin import ClientSide
 from insitu.run import Outcome
@@ -61,12 +61,19 @@ class Wired:
     def __init__(self, llm: Any, side: ClientSide) -> None:
         self._rpc = llm.collective_rpc
         self._port = Port(side.name, side.find)
+        self._side = side
         self._shared: list[Any] = []
         self._rpc("insitu_open")
 
     def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
-        message = self._port.pack(args)
-        answers = self._rpc("insitu_call", args=(encode(Call(method, list(jobs), message)),))
+        message = encode(Call(method, list(jobs), self._port.pack(args)))
+        try:
+            answers = self._rpc("insitu_call", args=(message,))
+        except Exception as error:
+            raise EngineError(
+                f"a worker process of the engine has failed, and the engine can't be used any more; make a new one. "
+                f"{type(error).__name__}: {error}"
+            ) from error
         value, error = self._port.unpack(next(answer for answer in answers if answer))
         if error is not None:
             raise error
