@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
+from cloudpickle.cloudpickle import _code_reduce as _reduced_code
 
 from .errors import reduced_error
 from .modules import by_value
@@ -43,10 +45,18 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException):
             return reduced_error(obj, cloudpickle.dumps)
+        if isinstance(obj, types.CodeType):
+            make, args, *_ = _reduced_code(obj)
+            return _code_from, (make, args, obj.co_filename)
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj, torch):
             return _reduced_tensor(obj, torch)
         return super().reducer_override(obj)
+
+
+def _code_from(make: Any, args: tuple[Any, ...], filename: str) -> types.CodeType:
+    # cloudpickle leaves the file's name out; tracebacks need it.
+    return make(*args).replace(co_filename=filename)
 
 
 class _Unpickler(pickle.Unpickler):
