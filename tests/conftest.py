@@ -70,18 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Engines:
     """One engine a model for the whole session, made when the first test asks for it."""
 
-    def __init__(self, needed: set[str], kind: str) -> None:
-        self.needed = needed
+    def __init__(self, kind: str) -> None:
         self.settings = KINDS[kind]
         self.made: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:
-        # vLLM has no expert group unless the first engine of a process has experts.
-        if name != "mixtral" and "mixtral" in self.needed:
-            self.make("mixtral")
-        return self.make(name)
-
-    def make(self, name: str) -> Any:
         if name not in self.made:
             self.made[name] = self.build(name)
         return self.made[name]
@@ -109,8 +102,7 @@ class Engines:
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
-    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    made = Engines(needed, request.config.getoption("--engine"))
+    made = Engines(request.config.getoption("--engine"))
     yield made
     made.close()
 

@@ -22,8 +22,6 @@ def params(names: list[str]) -> list[Any]:
 
 @contextmanager
 def engine(engines: Any, name: str, dtype: str) -> Iterator[Any]:
-    if "mixtral" in engines.needed:
-        engines.get("mixtral")  # experts come first in a process
     oracle(name)  # before vLLM may change transformers' classes
     settings = {"dtype": dtype, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 32}
     threads = torch.get_num_threads()

@@ -76,8 +76,6 @@ def summed(output: Any) -> torch.Tensor:
 @contextmanager
 def own_engine(engines: Any, name: str, **engine_args: Any) -> Iterator[Any]:
     """A float32 engine beside those of the session's fixture `engines`, with arguments of its own."""
-    if "mixtral" in engines.needed:
-        engines.make("mixtral")  # experts come first in a process
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **engine_args}
     with insitu.VLLM(models.tiny(name), dispatch=True, **settings) as model:
         yield model

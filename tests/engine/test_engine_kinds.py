@@ -1,4 +1,4 @@
-"""Engines of other kinds than the float32, eager one: compiled, bfloat16, with embeddings, drafts."""
+"""Engines of other kinds than the float32, eager one: compiled, bfloat16, with drafts, with experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import insitu
-from tests import models
 from tests.engine.helpers import (
     PROMPT,
     assert_close,
@@ -21,7 +20,7 @@ from tests.engine.helpers import (
     own_engine,
     plain,
 )
-from tests.models import LAYERS, WIDTH
+from tests.models import LAYERS
 
 pytestmark = pytest.mark.slow  # an engine for nearly every test
 
@@ -96,25 +95,6 @@ def test_a_bfloat16_engine_gives_and_takes_bfloat16(engines: Any) -> None:
     assert_close(logits.float(), stream.logits[-1:], bound=0.1)
 
 
-def test_prompts_given_as_embeddings(engines: Any) -> None:
-    ids = ids_of("llama")
-    table = models.oracle(models.tiny("llama")).get_input_embeddings().weight.detach()
-    with own_engine(
-        engines, "llama", enable_prompt_embeds=True, max_num_batched_tokens=64, enable_chunked_prefill=True
-    ) as model:
-        with model.trace(temperature=0.0, max_tokens=3) as tracer:
-            for prompt in ({"prompt_embeds": table[ids]}, ids):
-                with tracer.invoke(prompt):
-                    resid = model.resid_post[3].save()
-                    result = tracer.result.save()
-        for value, output in zip(resid, result, strict=True):
-            assert_close(value, hf_stream("llama", ids).resid_post[3])
-            assert_greedy("llama", ids, tokens_of(output))
-        with pytest.raises((insitu.RequestError, insitu.PromptError), match="max_num_batched_tokens"):
-            model.run(lambda tracer: model.logits, {"prompt_embeds": torch.ones(100, WIDTH)}, max_tokens=1)
-        assert model.in_flight() == 0
-
-
 def test_a_speculative_engine_refuses_traces_and_runs_the_rest(engines: Any) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     ids = 5 * ids_of("llama")
@@ -125,3 +105,12 @@ def test_a_speculative_engine_refuses_traces_and_runs_the_rest(engines: Any) -> 
             model.run(lambda tracer: model.logits, ids, max_tokens=4)
         assert_greedy("llama", ids, tokens_of(plain(model, [ids], max_tokens=20, ignore_eos=True)[0]))
         assert model.in_flight() == 0
+
+
+def test_an_engine_with_experts_after_one_without(llama: Any, engines: Any) -> None:
+    """vLLM makes its process groups with the first engine of a process, for experts only if that has some."""
+    ids = ids_of("mixtral")
+    with own_engine(engines, "mixtral") as model:
+        resid = model.run(lambda tracer: model.resid_post[3], ids, max_tokens=1)
+    assert_close(resid, hf_stream("mixtral", ids).resid_post[3])
+    assert_close(llama.run(lambda tracer: llama.logits, ids, max_tokens=1), hf_stream("llama", ids).logits[-1:])

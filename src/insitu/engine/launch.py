@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import core as engine_core
 
 from insitu.block import ArgumentError, EngineError
+from insitu.engine.experts import ensure_expert_group
 from insitu.engine.names import require_known
 from insitu.engine.taps import KEY
 
@@ -52,6 +53,7 @@ def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = (), 
     elif needs_workers(engine_args):
         raise ArgumentError("engine='in-process' runs one rank: leave `engine` out, and workers are used as needed")
     _require_model(repo)
+    ensure_expert_group()
     with _in_process(), _output_with_descriptor():
         llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)})
     kind = llm.llm_engine.vllm_config.model_config.runner_type

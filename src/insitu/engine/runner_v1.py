@@ -11,6 +11,7 @@ from vllm.forward_context import get_forward_context
 
 from insitu.engine.adapter import Adapter
 from insitu.engine.taps import without_one_graph
+from insitu.run import BlockRun, Rows
 
 Method = Callable[..., Any]
 
@@ -27,16 +28,46 @@ class V1Adapter(Adapter):
         "sample_tokens",
     )
 
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        model = runner.get_model()
+        self._embed_input_ids: Method = model.embed_input_ids
+        model.__dict__["embed_input_ids"] = self.embed_input_ids
+        self._scheduled: dict[str, int] = {}
+        self._embedded_ahead = False
+
     def order(self) -> list[str]:
         return self.runner.input_batch.req_ids
 
     def execute_model(self, original: Method, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self.begin(scheduled)
         self._scheduled = scheduled.num_scheduled_tokens
+        self._embedded_ahead = False
         try:
             return original(scheduled, *args, **kwargs)
         finally:
+            self._scheduled = {}
             self.interleaver.close()
+
+    def embed_input_ids(self, *args: Any, **kwargs: Any) -> Any:
+        """Where prompts may hold images or embeddings, vLLM embeds tokens ahead of the forward."""
+        if not self.waits_in_forward or not self._scheduled or self._embedded_ahead:
+            return self._embed_input_ids(*args, **kwargs)
+        self._embedded_ahead = True
+        self.interleaver.open(self._embedded_rows())
+        with self.interleaver.inside(self.interleaver.anatomy.embeds):
+            return self._embed_input_ids(*args, **kwargs)
+
+    def _embedded_rows(self) -> dict[BlockRun, Rows]:
+        """The runs' rows among the tokens that are embedded; none for prompts that are given as embeddings."""
+        counts = dict(self._scheduled)
+        if self.runner.enable_prompt_embeds and not self.runner.supports_mm_inputs:
+            are_ids, start = self.runner.is_token_ids.np, 0
+            for request in self.order():
+                stop = start + counts[request]
+                counts[request], start = int(are_ids[start:stop].sum()), stop
+        rows = self.token_rows(self.order(), counts, sum(counts.values()))
+        return {run: mine for run, mine in rows.items() if mine.stop > mine.start}
 
     def _determine_batch_execution_and_padding(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         if self.waits_in_forward:
@@ -57,7 +88,11 @@ class V1Adapter(Adapter):
             self.count_again()
         context = get_forward_context()
         context.skip_compiled, context.cudagraph_runtime_mode = True, CUDAGraphMode.NONE
-        self.interleaver.open(rows)
+        if self._embedded_ahead:
+            self.interleaver.rows = rows
+        else:
+            self._embedded_ahead = True  # from here on a model that embeds does so inside
+            self.interleaver.open(rows)
         return original(*args, **kwargs)
 
     def _sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ class Anatomy:
     """
 
     def __init__(self, modules: ModuleTable) -> None:
-        root: Any = modules.root
+        at, root = _language_model(modules)
         self._modules = modules
         self._architecture = type(root).__name__
         self.batched = self._architecture.startswith("Transformers")
@@ -35,7 +35,8 @@ class Anatomy:
             self._architecture = type(root.model).__name__
         rows = TRANSFORMERS_TRUNKS if self.batched else VLLM_MODELS
         row = rows.get(self._architecture)
-        self._layout = row if isinstance(row, Layout) or row is None else row(root.config)
+        layout = row if isinstance(row, Layout) or row is None else row(root.config)
+        self._layout = layout.below(at) if layout else None
         self.layers = self._count(self._layout.layers) if self._layout else 0
 
     def stream(self, name: str, layer: int | None = None) -> Stream:
@@ -64,6 +65,11 @@ class Anatomy:
     def norm(self) -> str:
         """Path of the norm before the unembedding."""
         return self.stream("final_norm").place.path
+
+    @property
+    def embeds(self) -> str:
+        """Path of the module that the token embedding belongs to."""
+        return self._modules.owner(self._layout.embed) if self._layout else ""
 
     @property
     def keys(self) -> list[Heads]:
@@ -120,3 +126,13 @@ class Anatomy:
     def _count(self, layers: str) -> int:
         prefix = join(layers, "")
         return sum(path.startswith(prefix) and path[len(prefix) :].isdigit() for path in self._modules.by_path)
+
+
+def _language_model(modules: ModuleTable) -> tuple[str, Any]:
+    """The model that reads and writes text, with its path: a part of one that sees or hears as well."""
+    root: Any = modules.root
+    get = getattr(root, "get_language_model", None)
+    if type(root).__name__ in VLLM_MODELS or get is None:
+        return "", root
+    inner = get()
+    return modules.paths_of(inner)[0], inner

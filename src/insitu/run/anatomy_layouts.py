@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from insitu.tree import join
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -33,6 +35,11 @@ class Layout:
     pos_embed: str = ""
     router: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
+
+    def below(self, at: str) -> Layout:
+        """The layout of a model that holds this one at the path ``at``."""
+        trunk = {name: getattr(self, name) for name in ("layers", "embed", "norm", "pos_embed")}
+        return replace(self, **{name: join(at, path) for name, path in trunk.items() if at and path})
 
 
 _PARALLEL = {

@@ -6,8 +6,8 @@ request sees of a value is in ``served``, the coroutine in ``block_run``, vLLM i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -65,8 +65,7 @@ class Interleaver:
         self._open = False
         self._muted = False
         self._vocabulary = 0
-        self.beside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-        """What calls of modules on values of a block, which it is given, run in."""
+        self.beside: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # around modules that blocks call
         self.touched: set[int] = set()
         """Which tensors of the place served last were edited where they are."""
 
@@ -104,6 +103,15 @@ class Interleaver:
             self._watch(place)
         for _, recorder in self._recorders:
             self._watch_for(recorder)
+
+    @contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """What runs here belongs to the module at ``path``, though that itself is not called."""
+        self._active.append(path)
+        try:
+            yield
+        finally:
+            self._active.pop()
 
     def logits(self, tensor: torch.Tensor) -> torch.Tensor:
         """Serves this step's logits ``[requests, vocab]``; returns what sampling goes on from."""
@@ -310,13 +318,8 @@ class Interleaver:
             return function
 
     def _kept_for_skips(self, leave: Place, inputs: Any) -> KeptRows | None:
-        skipping = [run for run in self._waiting.get(leave, ()) if run.skipping]
-        if not skipping:
-            return None
-        kept = KeptRows()
-        for run in skipping:
-            kept.keep(inputs, self._rows_of(run), self.modules.fixed)
-        return kept
+        skipping = [self._rows_of(run) for run in self._waiting.get(leave, ()) if run.skipping]
+        return KeptRows(inputs, skipping, self.modules.fixed) if skipping else None
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
@@ -343,7 +346,7 @@ class Interleaver:
         """After the blocks at this place were served: what is recorded is what the model goes on with."""
         for entry in list(self._recorders):
             run, recorder = entry
-            if run.skipping and run.waiting is not None and place.is_inside(run.waiting):
+            if run not in self.rows or (run.skipping and run.waiting is not None and place.is_inside(run.waiting)):
                 continue  # it runs for the other requests alone
             if place in recorder.places and run.steps > recorder.first_step:
                 try:
@@ -365,7 +368,10 @@ class Interleaver:
         else:
             self.order.arrive(place, self._active)
             self._reached = max(self._reached, self.order.next_visit(place, self._reached))
-        return self._waiting.pop(place, [])
+        runs = self._waiting.pop(place, [])
+        if absent := [run for run in runs if run not in self.rows]:
+            self._waiting[place] = absent
+        return [run for run in runs if run in self.rows]
 
     def _ids_below(self, place: Place) -> int:
         module = self.modules.by_path.get(place.path)
@@ -395,13 +401,8 @@ class Interleaver:
                 self._park(run)
 
     def _unreached(self, place: Place) -> Exception:
-        module = self.modules[place.path]
-        called = id(module) in self._called
-        if called and self.modules.is_shared(place.path):
-            return refusals.shared(place, self.modules.paths_of(module))
-        if place.op and self.ops.has_passed(place):
-            return refusals.gone_by_at_the_end(place)
-        return refusals.unreached(place, module, called=bool(place.op) and called)
+        passed = bool(place.op) and self.ops.has_passed(place)
+        return refusals.missed(place, self.modules, id(self.modules[place.path]) in self._called, passed)
 
 
 _METHODS = (MethodType, BuiltinMethodType)

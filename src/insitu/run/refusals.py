@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from insitu.block import LocationError, NotReachedError, OutOfOrderError, SharedModuleError
+from insitu.run.modules import ModuleTable
 from insitu.tree import Place
 
 
@@ -42,6 +43,14 @@ def shared(place: Place, paths: list[str]) -> SharedModuleError:
         f"this step's calls of it were under others or can't be told apart; read a place of the "
         f"module that calls it instead"
     )
+
+
+def missed(place: Place, modules: ModuleTable, called: bool, passed: bool) -> LocationError:
+    """``called``: the module of ``place`` was; ``passed``: the operation that it is has gone by."""
+    module = modules[place.path]
+    if called and modules.is_shared(place.path):
+        return shared(place, modules.paths_of(module))
+    return gone_by_at_the_end(place) if passed else unreached(place, module, called=bool(place.op) and called)
 
 
 def unreached(place: Place, module: torch.nn.Module, called: bool) -> NotReachedError:

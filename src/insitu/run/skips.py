@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from insitu.run.served import Index, Rows, map_tensors, storage_of
+from insitu.run.served import Index, Rows, storage_of, tensors_of
 
 
 class KeptRows:
@@ -14,16 +15,13 @@ class KeptRows:
 
     __slots__ = ("_kept",)
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Any, skipping: Iterable[Rows], fixed: frozenset[int]) -> None:
         self._kept: list[tuple[torch.Tensor, Index, torch.Tensor]] = []
-
-    def keep(self, inputs: Any, rows: Rows, fixed: frozenset[int]) -> None:
-        def note(tensor: torch.Tensor) -> None:
-            mine = None if storage_of(tensor) in fixed else rows.of(tensor)
-            if mine is not None:
-                self._kept.append((tensor, mine, tensor[mine].clone()))
-
-        map_tensors(inputs, note)
+        for rows in skipping:
+            for tensor in tensors_of(inputs):
+                mine = None if storage_of(tensor) in fixed else rows.of(tensor)
+                if mine is not None:
+                    self._kept.append((tensor, mine, tensor[mine].clone()))
 
     def put_back(self) -> None:
         for tensor, mine, before in self._kept:
