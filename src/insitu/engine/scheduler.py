@@ -88,7 +88,8 @@ class TracedScheduler(Scheduler):
         if self.lora_config is not None and len(with_its) > self.lora_config.max_loras:
             return True
         loras |= with_its
-        return self._is_blocked_waiting_status(request.status) or request.num_stale_output_tokens > 0
+        stale = getattr(request, "num_stale_output_tokens", 0)  # new in 0.27
+        return self._is_blocked_waiting_status(request.status) or stale > 0
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         self._ended: frozenset[str] = getattr(model_runner_output, "insitu_ended", frozenset())
