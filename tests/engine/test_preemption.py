@@ -13,7 +13,7 @@ from vllm import SamplingParams
 import insitu
 from tests.engine.helpers import assert_close, completed, enqueue, ids_of, own_engine, plain
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 BLOCK, BLOCKS = 32, 10  # 9 for requests: 288 tokens
 PROMPTS = [ids_of("llama", text) for text in ("a b c d", "the end", "one two three", "hello there", "x y", "Rome")]
@@ -33,7 +33,7 @@ def nothing_left(small: Any) -> Iterator[None]:
     scheduler = scheduler_of(small)
     assert small.in_flight() == 0
     assert not scheduler.requests
-    scheduler.schedule()
+    plain(small, [PROMPTS[0]], max_tokens=1)
     assert not scheduler._reserved
 
 

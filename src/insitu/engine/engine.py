@@ -26,6 +26,8 @@ from insitu.engine.standin import ClientSide
 from insitu.run import Home, Names, Outcome
 from insitu.tree import Listing, Outline, Place
 
+_ABORTED = "the request was aborted before it ended"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -188,8 +190,7 @@ class Engine:
             lost = [job.id for job in jobs if job.id not in results]
             self._channel.call("insitu_drop", lost, jobs=lost)
         self._channel.settle()
-        gone = self.refused(RequestError("the request was aborted before it ended"))
-        return [results.get(job.id, gone) for _, job in work]
+        return [results.get(job.id) or self.refused(RequestError(_ABORTED)) for _, job in work]
 
     def _require_alive(self) -> None:
         """A step that broke off has left the caches of all its requests half written."""
