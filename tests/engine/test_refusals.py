@@ -481,10 +481,10 @@ ABSENT: list[tuple[Callable[[Any], Any], type[InsituError], str]] = [
         "mode='async': this version runs mode='sync' only, which is what leaving it out means",
     ),
     (
-        lambda model: insitu.VLLM("x", engine=model.vllm_entrypoint),  # here
+        lambda model: insitu.VLLM("x", engine="ray"),  # here
         insitu.ArgumentError,
-        "engine: insitu builds the engine itself; give the arguments of vllm.LLM here, and find the LLM it built in "
-        "model.vllm_entrypoint",
+        "engine='ray': it is 'in-process', 'workers', or left out, and then as the devices need. The arguments of "
+        "vllm.LLM are given here by name, and the LLM is in model.vllm_entrypoint",
     ),
     (
         lambda model: len(insitu.VLLM("x").model.layers),  # here
@@ -505,3 +505,36 @@ def test_what_is_not_there(llama: Any, call: Callable[[Any], Any], kind: type[Ba
 def test_names_of_later_versions_are_no_attributes(llama: Any) -> None:
     assert not hasattr(llama, "generate")
     assert not hasattr(llama, "edit")
+
+
+# What an engine is built of.
+
+
+def test_a_prompt_of_embeddings_has_no_tokens(engines: Any) -> None:
+    with own_engine(engines, "llama", enable_prompt_embeds=True) as model:
+        for read in (lambda tracer: tracer.tokens, lambda tracer: tracer.positions_of("x")):
+            with pytest.raises(insitu.PromptError, match="^the prompt was given by embeddings, so that it has no tok"):
+                model.run(read, {"prompt_embeds": torch.ones(3, 128)}, max_tokens=1)
+
+
+def test_an_engine_without_a_tokenizer_takes_ids_alone(engines: Any) -> None:
+    with own_engine(engines, "llama", skip_tokenizer_init=True) as model:
+        with pytest.raises(insitu.EngineError) as caught:
+            model.trace("text")  # here
+        assert str(caught.value) == "this engine was built with skip_tokenizer_init: give prompts as token ids"
+        assert_blames_here(caught.value)
+        assert model.run(lambda tracer: model.logits, PROMPT, detokenize=False, **GREEDY).shape[0] == 1
+
+
+def test_a_model_that_makes_no_text_is_refused(engines: Any) -> None:
+    with pytest.raises(insitu.EngineError) as caught:
+        with own_engine(engines, "llama", runner="pooling"):
+            pass
+    assert str(caught.value).endswith("is a pooling model; insitu traces models that generate text")
+
+
+def test_a_worker_that_insitu_is_not_attached_to() -> None:
+    from insitu.engine.worker import InsituWorker
+
+    with pytest.raises(insitu.EngineError, match="^insitu is not attached to this worker$"):
+        InsituWorker().insitu_in_flight()

@@ -69,7 +69,7 @@ class VLLM:
             )
         if engine not in (None, "in-process", "workers"):
             raise ArgumentError(
-                f"engine={engine!r}: it is 'in-process', 'workers', or left out, and then as the devices need. "
+                f"engine={engine!r:.40}: it is 'in-process', 'workers', or left out, and then as the devices need. "
                 f"The arguments of vllm.LLM are given here by name, and the LLM is in model.vllm_entrypoint"
             )
         self._workers = None if engine is None else engine == "workers"
