@@ -513,7 +513,7 @@ def test_names_of_later_versions_are_no_attributes(llama: Any) -> None:
 def test_a_prompt_of_embeddings_has_no_tokens(engines: Any) -> None:
     with own_engine(engines, "llama", enable_prompt_embeds=True) as model:
         for read in (lambda tracer: tracer.tokens, lambda tracer: tracer.positions_of("x")):
-            with pytest.raises(insitu.PromptError, match="^the prompt was given by embeddings, so that it has no tok"):
+            with pytest.raises(insitu.PromptError, match=r"^the prompt was given by embeddings, so that it has no t"):
                 model.run(read, {"prompt_embeds": torch.ones(3, 128)}, max_tokens=1)
 
 
@@ -536,5 +536,5 @@ def test_a_model_that_makes_no_text_is_refused(engines: Any) -> None:
 def test_a_worker_that_insitu_is_not_attached_to() -> None:
     from insitu.engine.worker import InsituWorker
 
-    with pytest.raises(insitu.EngineError, match="^insitu is not attached to this worker$"):
+    with pytest.raises(insitu.EngineError, match=r"^insitu is not attached to this worker$"):
         InsituWorker().insitu_in_flight()
