@@ -42,12 +42,17 @@ CHAT_TEMPLATE = (
 
 def tiny(name: str) -> str:
     """The folder of a tiny model of architecture `name` (one of `NAMES`), always with the same weights."""
-    digest = hashlib.sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()
-    folder = CACHE / f"{name}-{digest[:12]}"
+    return built(name, "", lambda **common: _config(name, **common), NAMES.index(name))
+
+
+def built(name: str, settings: str, config: Callable[..., transformers.PretrainedConfig], seed: int) -> str:
+    """The folder of a random model, made once for each `settings`; all its scales and biases are random too."""
+    versions = Path(__file__).read_bytes() + transformers.__version__.encode()
+    folder = CACHE / f"{name}-{hashlib.sha256(settings.encode() + versions).hexdigest()[:12]}"
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.mkdtemp(dir=CACHE)
-        _build(name, scratch)
+        _build(scratch, config, seed)
         try:
             os.replace(scratch, folder)
         except OSError:  # another process was faster
@@ -55,13 +60,13 @@ def tiny(name: str) -> str:
     return str(folder)
 
 
-def _build(name: str, folder: str) -> None:
+def _build(folder: str, config: Callable[..., transformers.PretrainedConfig], seed: int) -> None:
     tokenizer = _tokenizer()
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = _config(name, vocab_size=len(tokenizer), dtype="float32", initializer_range=0.2, **ids)
+    common = {"vocab_size": len(tokenizer), "dtype": "float32", "initializer_range": 0.2, **ids}
     with torch.random.fork_rng():
-        torch.manual_seed(NAMES.index(name))
-        model = AutoModelForCausalLM.from_config(config).eval()
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config(**common)).eval()
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms' scales and biases: a model of ones and zeros hides mistakes
                 parameter.data += 0.2 * torch.randn_like(parameter)

@@ -291,6 +291,11 @@ LAYOUTS = {
     "form_feed": "\f\nwith Trace():\n    h = 1 .save()\n",
     "unicode_before": "é = 'é'; x = 2\nwith Trace('é' + é): h = 1 .save()\n",
     "many_names": "".join(f"v{i} = {i}\n" for i in range(300)) + "with Trace() as late:\n    h = (v299 - 298).save()\n",
+    "decorated": "def d(*a):\n  return lambda f: f\n@d(\n  1,\n  lambda: 2\n)\n@d()\ndef g():\n"
+    "  with Trace(): k = 1 .save()\n  return k\nh = g()\n",
+    "called_by_a_comprehension": "def g(x):\n  with Trace(): k = (x + 1).save()\n  return k\n"
+    "h = [g(x) for x in (0, 1)][0]\n",
+    "called_by_a_lambda": "def g(x):\n  with Trace(): k = (x + 1).save()\n  return k\nh = (lambda: g(0))()\n",
     "no_newline_at_the_end": "with Trace():\n    h = 1 .save()",
     "windows_line_ends": "with Trace():\r\n    h = 1 .save()\r\n",
 }

@@ -118,6 +118,11 @@ def trace_made_before_and_entered_in_a_block(model: Any) -> None:
             pass
 
 
+def two_traces_on_one_line(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY), model.trace(PROMPT, **GREEDY):  # here
+        pass
+
+
 def function_run_in_a_block(model: Any) -> None:
     with model.trace(PROMPT, **GREEDY):
         model.run(lambda tracer: None, PROMPT)  # here
@@ -172,6 +177,7 @@ OF_TRACES: Cases = {
     invoke_after_a_trace_that_failed: (insitu.ArgumentError, NO_PROMPT),
     trace_in_a_block: (insitu.ArgumentError, TRACE_IN_BLOCK),
     trace_made_before_and_entered_in_a_block: (insitu.ArgumentError, TRACE_IN_BLOCK),
+    two_traces_on_one_line: (insitu.ArgumentError, TRACE_IN_BLOCK),
     function_run_in_a_block: (insitu.ArgumentError, TRACE_IN_BLOCK),
     closing_in_a_block: (
         insitu.EngineError,
