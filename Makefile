@@ -3,7 +3,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-done
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup demo test test-fast bench docs docs-output lint clean
+.PHONY: help setup demo test test-ranks test-fast bench docs docs-output lint clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -26,6 +26,10 @@ demo: setup  ## a walkthrough with a small real model on the CPU
 
 test: setup lint  ## everything that needs no GPU
 	@$(PYTEST) -m "not gpu"
+	@$(MAKE) --no-print-directory test-ranks
+
+test-ranks: setup  ## the engine's tests on two ranks, each a process of its own
+	@$(PYTEST) tests/engine --engine two-ranks -m "not gpu and not in_process"
 
 test-fast: setup  ## the tests that take seconds
 	@$(PYTEST) -m "not gpu and not slow"

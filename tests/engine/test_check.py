@@ -24,6 +24,8 @@ from tests import models
 from tests.engine.helpers import PROMPT, own_engine
 from tests.models import LAYERS, tiny
 
+pytestmark = pytest.mark.in_process
+
 OF_LAYER = {"resid_pre", "attn_pattern", "attn_out", "resid_mid", "mlp_out", "resid_post"}
 
 

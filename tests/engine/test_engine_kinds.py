@@ -22,7 +22,7 @@ from tests.engine.helpers import (
 )
 from tests.models import LAYERS
 
-pytestmark = pytest.mark.slow  # an engine for nearly every test
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]  # an engine for nearly every test
 
 
 def tokens_of(output: Any) -> list[int]:

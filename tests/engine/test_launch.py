@@ -12,6 +12,8 @@ import pytest
 
 import insitu
 
+pytestmark = pytest.mark.in_process
+
 
 @pytest.mark.parametrize(
     ("repo", "text"),

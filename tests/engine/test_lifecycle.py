@@ -14,6 +14,8 @@ from vllm import SamplingParams
 
 import insitu
 
+pytestmark = pytest.mark.in_process
+
 GREEDY = {"temperature": 0.0, "max_tokens": 4}
 
 

@@ -19,7 +19,7 @@ from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_edited, hf_stream, ids_of, own_engine
 from tests.models import LAYERS, WIDTH
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 RANK, ALPHA = 8, 16
 TARGETS = {"self_attn.q_proj": (WIDTH, WIDTH), "mlp.down_proj": (2 * WIDTH, WIDTH)}

@@ -13,7 +13,7 @@ from tests.engine.helpers import PROMPT, assert_close, difference, hf_stream, id
 from tests.engine.quantised import Tensors, quantised
 from tests.models import HEADS, KV_HEADS, LAYERS, WIDTH
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 # Of each kind: the dtype that the CPU build computes it in, and how close that comes to plain torch.
 KINDS = {"int8": ("float32", 2e-5), "four bits": ("bfloat16", 1e-2), "awq": ("bfloat16", 1e-2)}

@@ -17,7 +17,7 @@ from insitu.block import ArgumentError, InsituError, LocationError, SharedModule
 from insitu.run import Cache
 from tests.engine.helpers import difference, own_engine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 PLACES = [
     "resid_post",

@@ -56,7 +56,13 @@ class Kernel:
 
     def pattern(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """``[heads, queries, keys]`` in float32, of ``[queries, heads, size]`` and ``[keys, kv_heads, size]``; the
-        queries are those of the last keys."""
+        queries are those of the last keys. Raises ``LocationError`` where what there is of each head lies on
+        several ranks."""
+        if any(each is not None and each.numel() != q.shape[1] for each in (self.slopes, self.sinks)):
+            raise LocationError(
+                "`model.attn_pattern` is not known on several ranks for models with ALiBi or sinks, of which each rank "
+                "knows its own heads': load the model with tensor_parallel_size=1 to read it"
+            )
         with torch.autocast(q.device.type, enabled=False):
             return self._weights(self._scores(_as_kept(q, self.queries_kept), _as_kept(k, self.kept)))
 
