@@ -309,6 +309,7 @@ def test_a_prompt_is_whole_beside_others_that_are_cut(chunking: Any) -> None:
     assert [tokens_of(output) for output in completed(chunking)] == expected
 
 
+@pytest.mark.in_process  # ranks add up in another order, by as much as the bound
 def test_edits_with_chunks_are_those_without(chunking: Any, llama: Any) -> None:
     prompts = [random_ids(length, length) for length in (64, 33, 32, 50, 1)]
 

@@ -62,6 +62,7 @@ def kernel(model: Any, **settings: Any) -> Iterator[None]:
             vars(impl).update(own)
 
 
+@pytest.mark.in_process
 @pytest.mark.parametrize(
     "settings",
     [

@@ -428,6 +428,7 @@ def test_values_and_places(llama: Any, block: Callable[[Any], Any]) -> None:
     assert_refused(block, llama, *OF_VALUES[block])
 
 
+@pytest.mark.in_process  # pickle does not go as deep
 def test_lists_that_hold_themselves_and_deep_ones_come_home(llama: Any) -> None:
     with llama.trace(PROMPT, **GREEDY):
         rows = llama.resid_post[0]
@@ -448,6 +449,7 @@ def test_lists_that_hold_themselves_and_deep_ones_come_home(llama: Any) -> None:
     assert torch.equal(deep, same)
 
 
+@pytest.mark.in_process
 def test_a_deep_list_of_slices_is_refused_by_name(llama: Any) -> None:
     with pytest.raises(insitu.ArgumentError) as caught:
         with llama.trace(PROMPT, **GREEDY):  # here

@@ -111,11 +111,11 @@ def answered(port: Port, function: Callable[..., Any], message: bytes) -> bytes:
     try:
         return port.pack((value, None))
     except Exception as error:
-        if not isinstance(value, dict):
-            return port.pack((None, error))
-        for outcome in chain.from_iterable(value.values()):
+        outcomes = value if isinstance(value, dict) else {}
+        found = [each for each in chain.from_iterable(outcomes.values()) if isinstance(each, Outcome)]
+        for outcome in found:
             _keep_what_travels(outcome, port)
-        return port.pack((value, None))
+        return port.pack((value, None) if found else (None, error))
 
 
 def _keep_what_travels(outcome: Outcome, port: Port) -> None:

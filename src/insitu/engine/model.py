@@ -137,7 +137,7 @@ class VLLM:
         Raises ``EngineError`` in a block of its own, which runs in that engine.
         """
         session = current.get()
-        if session is not None and session.owner is self._owner:
+        if session is not None and session.owner == self._owner:
             raise EngineError("the model can't be closed in a block that it runs: close it after the `with`")
         with self._lock:
             self._closed = True

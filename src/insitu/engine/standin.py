@@ -30,7 +30,7 @@ class ClientSide:
             return self._block(obj)
         if isinstance(obj, Trace):
             self._tracers[id(obj)] = obj
-            return "tracer", id(obj)
+            return "tracer", id(obj), bool(obj._prepared)
         return named(obj, self._model)
 
     def find(self, name: Any) -> Any:
@@ -59,7 +59,7 @@ class WorkerSide:
 
     def name(self, obj: Any) -> Any:
         if isinstance(obj, Trace):
-            return "tracer", vars(obj).get("insitu_name")
+            return "tracer", vars(obj)["insitu_name"]
         if isinstance(obj, Module) and (paths := self._modules.paths_of(obj)):
             return "node", paths[0]  # one of the model's own is given to another, which a block has read
         return named(obj, self.model)
@@ -67,14 +67,15 @@ class WorkerSide:
     def find(self, name: Any) -> Any:
         kind, *rest = name
         if kind == "tracer":
-            return self._tracer(rest[0])
+            return self._tracer(*rest)
         if kind == "block":
             return self._block(*rest)
         return found(name, self.model)
 
-    def _tracer(self, number: int) -> Trace:
+    def _tracer(self, number: int, has_prompt: bool) -> Trace:
         tracer = Trace.__new__(Trace)
         vars(tracer).update(_engine=self.model._engine, _invocations=None, insitu_name=number)
+        vars(tracer)["_prepared"] = [None] * has_prompt  # which tells its refusals
         return tracer
 
     def _block(self, digest: str, *fields: Any) -> Block:
