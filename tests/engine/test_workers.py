@@ -109,6 +109,16 @@ def test_what_can_t_travel_is_named(model: Any) -> None:
     assert model.in_flight() == 0
 
 
+def test_a_block_that_did_not_get_there_is_sent_again(model: Any) -> None:
+    for thing in (threading.Lock(), 2.0):
+        try:
+            with model.trace(PROMPT, **GREEDY):
+                scaled = (model.logits * thing).save()
+        except insitu.ArgumentError as error:
+            assert "`thing` (lock)" in str(error)
+    assert scaled.shape[0] == 1
+
+
 def test_what_can_t_come_home_is_its_own_request_s_error(model: Any) -> None:
     with pytest.raises(insitu.ArgumentError, match=r"`kept` can't come home from the engine's worker") as caught:
         with model.trace(**GREEDY) as tracer:

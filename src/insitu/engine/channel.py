@@ -84,6 +84,7 @@ class Wired:
         try:
             self.call("insitu_submit", list(jobs), self._shared, jobs=[job.id for job in jobs])
         except Exception as error:
+            self._side.forget_blocks()
             for name, part in {name: part for job in jobs for name, part in job.parts.items()}.items():
                 if hindrance := self._port.hindrance(part):
                     raise _cannot_travel(name, part, hindrance) from error

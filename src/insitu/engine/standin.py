@@ -39,6 +39,10 @@ class ClientSide:
             return self._tracers.get(rest[0])
         return found(name, self._model)
 
+    def forget_blocks(self) -> None:
+        """A message did not get there, and it can't be told which blocks have."""
+        self._sent.clear()
+
     def _block(self, block: Block) -> tuple[Any, ...]:
         known = block.digest in self._sent
         self._sent.pop(block.digest, None)
