@@ -1,4 +1,4 @@
-"""Engines of other kinds than the float32, eager one: compiled, bfloat16, with drafts, with experts."""
+"""Engines of other kinds than the float32, eager one: compiled, bfloat16, with experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import insitu
 from tests.engine.helpers import (
     PROMPT,
     assert_close,
@@ -93,18 +92,6 @@ def test_a_bfloat16_engine_gives_and_takes_bfloat16(engines: Any) -> None:
     assert written.unique().tolist() == [torch.tensor(1 / 3, dtype=torch.bfloat16).item()]
     assert_close(mixed.float(), stream.mlp_out[1], bound=0.1)
     assert_close(logits.float(), stream.logits[-1:], bound=0.1)
-
-
-def test_a_speculative_engine_refuses_traces_and_runs_the_rest(engines: Any) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    ids = 5 * ids_of("llama")
-    with own_engine(engines, "llama", speculative_config=drafts) as model:
-        with pytest.raises(insitu.RequestError, match="speculative_config"):
-            model.trace(ids, max_tokens=4)
-        with pytest.raises(insitu.RequestError, match="speculative_config"):
-            model.run(lambda tracer: model.logits, ids, max_tokens=4)
-        assert_greedy("llama", ids, tokens_of(plain(model, [ids], max_tokens=20, ignore_eos=True)[0]))
-        assert model.in_flight() == 0
 
 
 def test_an_engine_with_experts_after_one_without(llama: Any, engines: Any) -> None:

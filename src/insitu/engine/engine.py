@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from insitu.block.tracebacks import user_frame
 from insitu.engine.channel import Channel, Direct, Wired
 from insitu.engine.host import Stats
 from insitu.engine.job import BY_BLOCK, Job, tagged
-from insitu.engine.launch import launch, needs_workers, shut_down
+from insitu.engine.launch import free_engines, launch, needs_workers, shut_down
 from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.lora import require_applied
 from insitu.engine.prompts import Limits, as_prompt, require_room
@@ -216,7 +215,7 @@ class Engine:
         self._closed = True
         shut_down(self.llm)
         del self.llm, self._loop, self._channel
-        gc.collect()
+        free_engines()
 
 
 def _limits(config: VllmConfig) -> Limits:

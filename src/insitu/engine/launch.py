@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,8 +57,12 @@ def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = (), 
     ensure_expert_group()
     with _in_process(), _output_with_descriptor():
         llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)})
-    kind = llm.llm_engine.vllm_config.model_config.runner_type
-    if kind != "generate":
+    config = llm.llm_engine.vllm_config.model_config
+    kind = "encoder-decoder" if config.is_encoder_decoder else config.runner_type
+    if kind != "generate":  # an encoder's part of the forward has rows of its own, which blocks are not shown yet
+        shut_down(llm)
+        del llm, config
+        free_engines()
         raise EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
     return llm
 
@@ -77,6 +82,12 @@ def _with_taps(engine_args: Mapping[str, Any], taps: Sequence[str]) -> dict[str,
     if not isinstance(given, dict):
         raise ArgumentError("taps travel to the workers in vLLM's additional_config, which must be a dict or left out")
     return {"additional_config": {**given, KEY: list(taps)}}
+
+
+def free_engines() -> None:
+    """Frees engines that nobody holds any more, at once: torch does not bear it while it compiles another."""
+    gc.collect()
+    gc.collect()  # what the finalizers of the first have let go of
 
 
 def shut_down(llm: LLM) -> None:
