@@ -10,7 +10,7 @@ import torch
 
 from insitu.block import LocationError
 from insitu.run.modules import ModuleTable
-from insitu.run.served import map_tensors, storage_of
+from insitu.run.served import map_tensors
 from insitu.run.shards import Group, Layout, Split, Summed, are_equal
 from insitu.tree import Place
 
@@ -44,8 +44,11 @@ class Gathered:
 
 
 class Layouts:
-    """Follows one forward. Between a module that cuts and the one that closes it, under the module around
-    both, tensors are known by their width; where that says nothing, by whether the ranks agree."""
+    """Follows one forward. All ranks decide alike, and by nothing that only one of them knows.
+
+    Between a module that cuts and the one that closes it, under the module around both, tensors are known
+    by their width; where that says nothing, by whether the ranks agree.
+    """
 
     def __init__(self, modules: ModuleTable, parallel: Callable[[Any], Parallel | None], group: Group) -> None:
         found = {path: parallel(module) for path, module in modules.by_path.items()}
@@ -53,11 +56,11 @@ class Layouts:
         self._group = group
         self._always = {path: list(each.inside) for path, each in self.parallel.items() if each.inside is not None}
         self._open: dict[str, list[Split]] = {}
-        self._summands: set[int] = set()
+        self._summing: set[str] = set()
 
     def restart(self) -> None:
         self._open = dict(self._always)
-        self._summands.clear()
+        self._summing.clear()
 
     def passed(self, path: str, value: Any) -> None:
         """A module has returned."""
@@ -72,9 +75,7 @@ class Layouts:
             self._open.pop(around, None)
         if each.summed:
             # Whoever adds them up does so in the module around, or in the one around that.
-            self._summands.update(storage_of(tensor) for tensor in _unique(value))
-            self._open.setdefault(around, [])
-            self._open.setdefault(around.rpartition(".")[0], [])
+            self._summing.update((around, around.rpartition(".")[0]))
 
     def gather(self, place: Place, live: Any) -> Gathered:
         """By all ranks. Raises ``LocationError`` on all of them if it can't be told how a tensor lies."""
@@ -113,8 +114,10 @@ class Layouts:
             return self._decided(tensor, [own.closes] if own.closes else [])
         around = self._around(place.path)
         known = [split for split in around or () if split.fits(tensor)]
-        if known or storage_of(tensor) in self._summands:
-            return self._decided(tensor, known or [Summed()])
+        if known:
+            return self._decided(tensor, known)
+        if not place.op and any(scope in self._summing for scope in _scopes(place.path)):
+            return self._decided(tensor, [Summed()])
         if around is None and not place.op:
             return None, tensor
         parts = self._group.gather(tensor)
@@ -139,11 +142,14 @@ class Layouts:
         return candidates[0], candidates[0].whole(parts)
 
     def _around(self, path: str) -> list[Split] | None:
-        while path:
-            if path in self._open:
-                return self._open[path]
-            path = path.rpartition(".")[0]
-        return None
+        return next((self._open[scope] for scope in _scopes(path) if scope in self._open), None)
+
+
+def _scopes(path: str) -> Iterator[str]:
+    """A path and those of the modules around it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
 
 
 def _unique(value: Any) -> list[torch.Tensor]:
