@@ -39,7 +39,7 @@ class Adapter:
         self.host = FollowingHost(one) if isinstance(one := self.interleaver, Follower) else Host(one)
         self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
         if self.loras:
-            self.interleaver.beside = self.loras.beside
+            self.interleaver.calls.beside = self.loras.beside
         self.runs: dict[str, Any] = {}
         self.waits_in_forward = False
         self.tapped = False

@@ -54,8 +54,9 @@ def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = (), 
     elif needs_workers(engine_args):
         raise ArgumentError("engine='in-process' runs one rank: leave `engine` out, and workers are used as needed")
     _require_model(repo)
-    ensure_expert_group()
     with _in_process(), _output_with_descriptor():
+        if not workers:
+            ensure_expert_group()
         llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)})
     config = llm.llm_engine.vllm_config.model_config
     kind = "encoder-decoder" if config.is_encoder_decoder else config.runner_type

@@ -18,11 +18,12 @@ from insitu.block import LocationError
 from insitu.run import refusals
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
+from insitu.run.calls import Calls
 from insitu.run.modules import ModuleTable
 from insitu.run.ops import Operations
 from insitu.run.order import VisitOrder
 from insitu.run.recorder import Recorder
-from insitu.run.served import Rows, Served, map_tensors
+from insitu.run.served import Rows, Served
 from insitu.run.skips import KeptRows
 from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
 
@@ -52,7 +53,7 @@ class Interleaver:
         self.anatomy = Anatomy(self.modules)
         self.order = VisitOrder()
         self.rows: RowsOf = {}
-        self._unembed = unembed
+        self.calls = Calls(self.modules, unembed)
         self._safe_ids = safe_ids
         self.ops = Operations(self.modules, self._own_forward)
         self._reached = 0
@@ -63,9 +64,7 @@ class Interleaver:
         self._watched: set[Place] = set()
         self._recorders: list[tuple[BlockRun, Recorder]] = []
         self._open = False
-        self._muted = False
         self._vocabulary = 0
-        self.beside: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # around modules that blocks call
         self.touched: set[int] = set()
         """Which tensors of the place served last were edited where they are."""
 
@@ -194,29 +193,14 @@ class Interleaver:
         return self.ops.listing(path, op)
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.modules[path]
-        if self.modules.has_state(path):
-            raise refusals.holds_state(path, module)
-        return self._aside(partial(self._apply, path, args, kwargs), (args, kwargs))
+        return self.calls.module(path, args, kwargs)
 
-    def _apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.modules[path](*args, **kwargs)
+    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.calls.unembed(hidden)
 
     def _own_forward(self, module: torch.nn.Module) -> Callable[..., Any]:
         forward = module.forward
         return forward.args[1] if isinstance(forward, partial) and forward.func == self._visit else forward
-
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._aside(partial(self._unembed, hidden), hidden)
-
-    def _aside(self, compute: Callable[[], Any], given: Any) -> Any:
-        muted, self._muted = self._muted, True
-        try:
-            with self.beside(given), torch.inference_mode():
-                value = compute()
-        finally:
-            self._muted = muted
-        return map_tensors(value, torch.clone)
 
     def record(self, run: BlockRun, recorder: Recorder) -> None:
         """From here on ``recorder`` gets what it wants of the run's steps."""
@@ -265,7 +249,7 @@ class Interleaver:
 
     def _visit(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._called.add(id(module))
-        path = None if self._muted else self.modules.path_now(module, self._active)
+        path = None if self.calls.running else self.modules.path_now(module, self._active)
         if path is None:
             return forward(*args, **kwargs)
         self._active.append(path)
@@ -276,7 +260,7 @@ class Interleaver:
 
     def _operate(self, path: str, within: str, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """An operation in a forward with stops."""
-        if self._muted:
+        if self.calls.running:
             return function(*args, **kwargs)
         if isinstance(function, _METHODS) and isinstance(function.__self__, torch.Tensor):
             # The tensor of a method is its first input.

@@ -53,6 +53,7 @@ class Layouts:
     def __init__(self, modules: ModuleTable, parallel: Callable[[Any], Parallel | None], group: Group) -> None:
         found = {path: parallel(module) for path, module in modules.by_path.items()}
         self.parallel = {path: each for path, each in found.items() if each is not None}
+        self._modules = modules
         self._group = group
         self._always = {path: list(each.inside) for path, each in self.parallel.items() if each.inside is not None}
         self._open: dict[str, list[Split]] = {}
@@ -91,13 +92,13 @@ class Layouts:
             gathered.value = map_tensors(live, lambda tensor: replaced[id(tensor)])
         return gathered
 
-    def call(self, path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module applied to whole values; what it returns is whole."""
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module applied to whole values; what it returns is whole."""
         each = self.parallel.get(path, Parallel())
         if each.closes is not None:
             split = each.closes
             args, kwargs = map_tensors((args, kwargs), lambda tensor: split.part(tensor, self._group))
-        value = module(*args, **kwargs)
+        value = self._modules[path](*args, **kwargs)
         if each.opens:
             return map_tensors(value, lambda tensor: each.opens[0].whole(self._group.gather(tensor)))
         if each.summed:

@@ -71,6 +71,7 @@ class ParallelInterleaver(Interleaver):
         super().__init__(root, unembed, safe_ids)
         self._group = group
         self._layouts = Layouts(self.modules, parallel, group)
+        self.calls.apply = self._layouts.call
 
     def open(self, rows: RowsOf) -> None:
         super().open(rows)
@@ -83,9 +84,6 @@ class ParallelInterleaver(Interleaver):
         if not op:
             self._layouts.passed(path, value)
         return value
-
-    def _apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._layouts.call(path, self.modules[path], args, kwargs)
 
     def _gathered(self, place: Place, live: Any) -> Gathered | LocationError:
         try:

@@ -104,7 +104,7 @@ class TappedInterleaver(Interleaver):
 
     def pass_by(self, place: Place, floating: list[torch.Tensor], others: list[torch.Tensor]) -> None:
         """Python is at the tap of ``place`` in the forward: these are the live tensors."""
-        if not self._compiled or self._muted:
+        if not self._compiled or self.calls.running:
             return
         self._live = True
         if place in self._waiting or self._recorders:
