@@ -35,7 +35,9 @@ def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., A
     def lies(module: Any) -> Parallel | None:
         return Parallel(inside=vocabulary) if isinstance(module, LogitsProcessor) else parallel(module)
 
-    return (Follower if group.rank else Leader)(model, unembed, safe_ids, group, lies)
+    return (Follower if group.rank else Leader)(
+        model, unembed, safe_ids, group, lies, runner.model_config.get_hidden_size()
+    )
 
 
 class Ranks:

@@ -11,7 +11,7 @@ import torch
 from insitu.block import LocationError
 from insitu.run.modules import ModuleTable
 from insitu.run.served import map_tensors
-from insitu.run.shards import Group, Layout, Split, Summed, are_equal
+from insitu.run.shards import Group, Layout, Split, Summed, are_equal, width_of
 from insitu.tree import Place
 
 
@@ -50,14 +50,19 @@ class Layouts:
     by their width; where that says nothing, by whether the ranks agree.
     """
 
-    def __init__(self, modules: ModuleTable, parallel: Callable[[Any], Parallel | None], group: Group) -> None:
+    def __init__(
+        self, modules: ModuleTable, parallel: Callable[[Any], Parallel | None], group: Group, width: int
+    ) -> None:
+        """``width`` is that of the residual stream."""
         found = {path: parallel(module) for path, module in modules.by_path.items()}
         self.parallel = {path: each for path, each in found.items() if each is not None}
         self._modules = modules
         self._group = group
+        self._width = width
         self._always = {path: list(each.inside) for path, each in self.parallel.items() if each.inside is not None}
         self._open: dict[str, list[Split]] = {}
         self._summing: set[str] = set()
+        self._seen: dict[Split, None] = {}
 
     def restart(self) -> None:
         self._open = dict(self._always)
@@ -72,6 +77,7 @@ class Layouts:
         if each.opens:
             known = self._open.setdefault(around, [])
             known += [split for split in each.opens if split not in known]
+            self._seen.update(dict.fromkeys(each.opens))
         if each.closes is not None:
             self._open.pop(around, None)
         if each.summed:
@@ -114,20 +120,36 @@ class Layouts:
         if own is not None and place.at("output") != place and (own.opens or own.closes):
             return self._decided(tensor, [own.closes] if own.closes else [])
         around = self._around(place.path)
-        known = [split for split in around or () if split.fits(tensor)]
-        if known:
-            return self._decided(tensor, known)
-        if not place.op and any(scope in self._summing for scope in _scopes(place.path)):
-            return self._decided(tensor, [Summed()])
         if around is None and not place.op:
+            return self._outside(place, tensor)
+        known = [split for split in around or () if split.fits(tensor)]
+        if known and not any(split.fits_whole(tensor, self._group.size) for split in around or ()):
+            return self._decided(tensor, known)
+        return self._by_comparing(place, tensor, known)
+
+    def _outside(self, place: Place, tensor: torch.Tensor) -> tuple[Layout | None, torch.Tensor]:
+        """Where no module has cut anything that is still open."""
+        if any(scope in self._summing for scope in _scopes(place.path)):
+            return self._decided(tensor, [Summed()])
+        known = [split for split in self._seen if split.fits(tensor)]
+        if width_of(tensor) == self._width or not known:
             return None, tensor
+        return self._by_comparing(place, tensor, known)  # something from inside that was handed out
+
+    def _by_comparing(
+        self, place: Place, tensor: torch.Tensor, known: list[Split]
+    ) -> tuple[Layout | None, torch.Tensor]:
+        """It is whole if the ranks have the same; if not, it lies as the one split that is ``known`` to fit."""
         parts = self._group.gather(tensor)
-        if not are_equal(parts):
+        equal = are_equal(parts)
+        if equal and (not known or parts[0].any()):
+            return None, tensor
+        if equal or not known:
             raise LocationError(
-                f"`{place}`: a tensor {tuple(tensor.shape)} here lies in parts on {self._group.size} ranks, and it "
+                f"`{place}`: a tensor {tuple(tensor.shape)} here may lie in parts on {self._group.size} ranks, and it "
                 f"can't be told how: read it at the modules before or after"
             )
-        return None, tensor
+        return self._decided(tensor, known)
 
     def _decided(self, tensor: torch.Tensor, candidates: list[Any]) -> tuple[Layout | None, torch.Tensor]:
         candidates = [each for each in candidates if isinstance(each, Summed) or each.fits(tensor)]

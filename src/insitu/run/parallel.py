@@ -67,10 +67,11 @@ class ParallelInterleaver(Interleaver):
         safe_ids: int,
         group: Group,
         parallel: Callable[[torch.nn.Module], Parallel | None],
+        width: int,
     ) -> None:
         super().__init__(root, unembed, safe_ids)
         self._group = group
-        self._layouts = Layouts(self.modules, parallel, group)
+        self._layouts = Layouts(self.modules, parallel, group, width)
         self.calls.apply = self._layouts.call
 
     def open(self, rows: RowsOf) -> None:

@@ -56,7 +56,11 @@ class Split:
         return sum(width for width, _ in self.segments)
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.shape[1 if tensor.dim() > 1 else 0 :].numel() == self.width
+        return tensor.dim() > 0 and width_of(tensor) == self.width
+
+    def fits_whole(self, tensor: torch.Tensor, size: int) -> bool:
+        """Whether it may be what ``size`` ranks have together."""
+        return width_of(tensor) == sum(width * (size // replicas) for width, replicas in self.segments)
 
     def agrees(self, parts: Sequence[torch.Tensor]) -> bool:
         """Whether ranks that should have the same do."""
@@ -99,6 +103,11 @@ class Summed:
 
     def part(self, whole: torch.Tensor, group: Group) -> torch.Tensor:
         return whole.clone() if group.rank == 0 else torch.zeros_like(whole)
+
+
+def width_of(tensor: torch.Tensor) -> int:
+    """Of a row."""
+    return tensor.shape[1 if tensor.dim() > 1 else 0 :].numel()
 
 
 def are_equal(parts: Sequence[torch.Tensor]) -> bool:
