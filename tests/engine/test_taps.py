@@ -15,7 +15,7 @@ import torch
 import insitu
 from insitu.block import ArgumentError, InsituError, LocationError, SharedModuleError, UnknownModuleError
 from insitu.run import Cache
-from tests.engine.helpers import difference, own_engine
+from tests.engine.helpers import difference, own_engine, plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
@@ -28,7 +28,7 @@ PLACES = [
     "model.layers.3.self_attn.output",
     "model.norm.output",
 ]
-TEXTS = ["The Eiffel Tower is in", "Water boils at one", "She", "def add(first, second):"]
+PROMPTS = [[5, 90, 33, 400, 17, 8, 250], [31, 7, 7, 12], [44], [6, 300, 21, 21, 21, 9]]
 SETTINGS = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 
 
@@ -82,7 +82,8 @@ def record(model: Any, tracer: Any) -> Any:
 def add_in_place(model: Any, tracer: Any) -> Any:
     seen = []
     for _ in tracer.iter[:]:
-        model.resid_post[1] += torch.linspace(-3, 3, 128)
+        stream = model.resid_post[1]
+        stream += torch.linspace(-3, 3, stream.shape[-1])
         seen += [model.resid_post[3], model.logits]
     return seen
 
@@ -90,7 +91,8 @@ def add_in_place(model: Any, tracer: Any) -> Any:
 def add_to_a_part(model: Any, tracer: Any) -> Any:
     seen = []
     for _ in tracer.iter[:]:
-        model.model.layers[1].output[0][:] += torch.linspace(-3, 3, 128)
+        hidden = model.model.layers[1].output[0]
+        hidden[:] += torch.linspace(-3, 3, hidden.shape[-1])
         seen += [model.resid_post[3], model.logits]
     return seen
 
@@ -173,8 +175,8 @@ def assert_same(ours: Any, wanted: Any, what: str) -> None:
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
 def test_a_block_gives_what_it_gives_by_eager_steps(model: Any, llama: Any, block: Block) -> None:
     for _ in range(2):  # the second time it is known what the block does
-        for text in TEXTS[:2]:
-            ours, wanted = [each.run(functools.partial(block, each), text, **SETTINGS) for each in (model, llama)]
+        for prompt in PROMPTS[:2]:
+            ours, wanted = [each.run(functools.partial(block, each), prompt, **SETTINGS) for each in (model, llama)]
             assert_same(ours, wanted, block.__name__)
 
 
@@ -182,7 +184,7 @@ def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
     def run(engine: Any) -> Any:
         with engine.trace(**SETTINGS) as tracer:
             for i, block in enumerate(BLOCKS):
-                with tracer.invoke(TEXTS[i % 4]):
+                with tracer.invoke(PROMPTS[i % 4]):
                     value = block(engine, tracer)
                     insitu.save(value)
         return value
@@ -194,7 +196,7 @@ def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
 def test_the_paths_are_counted(model: Any) -> None:
     def paths(block: Block) -> tuple[int, int]:
         before = model.stats()
-        model.run(functools.partial(block, model), TEXTS[0], **SETTINGS)
+        model.run(functools.partial(block, model), PROMPTS[0], **SETTINGS)
         after = model.stats()
         return after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps
 
@@ -203,7 +205,7 @@ def test_the_paths_are_counted(model: Any) -> None:
     assert paths(read_streams) == (0, 5)
     assert paths(leave_the_taps) == (5, 0)
     untraced = model.stats()
-    model.vllm_entrypoint.generate(TEXTS[0], use_tqdm=False)
+    plain(model, PROMPTS)
     assert model.stats().tapped_steps == untraced.tapped_steps
     assert model.stats().eager_steps == untraced.eager_steps
 
@@ -258,8 +260,8 @@ def test_engines_with_other_taps_do_not_mix(tapped: Any, engines: Any, llama: An
 
     with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps="resid_post[1]") as other:
         assert other.stats().tap_bytes == 0
-        wanted = llama.run(block(llama), TEXTS[0], **SETTINGS)
+        wanted = llama.run(block(llama), PROMPTS[0], **SETTINGS)
         for model in (other, tapped, other):
             before = model.stats().tapped_steps
-            assert_same(model.run(block(model), TEXTS[0], **SETTINGS), wanted, "resid_post[1]")
+            assert_same(model.run(block(model), PROMPTS[0], **SETTINGS), wanted, "resid_post[1]")
             assert model.stats().tapped_steps - before == 5
