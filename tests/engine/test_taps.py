@@ -83,7 +83,7 @@ def add_in_place(model: Any, tracer: Any) -> Any:
     seen = []
     for _ in tracer.iter[:]:
         stream = model.resid_post[1]
-        stream += torch.linspace(-3, 3, stream.shape[-1])
+        stream += torch.linspace(-3, 3, stream.shape[-1]).to(stream)
         seen += [model.resid_post[3], model.logits]
     return seen
 
@@ -92,7 +92,7 @@ def add_to_a_part(model: Any, tracer: Any) -> Any:
     seen = []
     for _ in tracer.iter[:]:
         hidden = model.model.layers[1].output[0]
-        hidden[:] += torch.linspace(-3, 3, hidden.shape[-1])
+        hidden[:] += torch.linspace(-3, 3, hidden.shape[-1]).to(hidden)
         seen += [model.resid_post[3], model.logits]
     return seen
 

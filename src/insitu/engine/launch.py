@@ -101,6 +101,8 @@ def shut_down(llm: LLM) -> None:
         llm.llm_engine.engine_core.shutdown()
     finally:
         namespace["cleanup_dist_env_and_memory"] = tear_down
+        # The pool that graphs of all engines share is gone with the last of them, which vLLM does not note.
+        type(current_platform)._global_graph_pool = None
 
 
 def _drop_unsent(llm: LLM) -> None:

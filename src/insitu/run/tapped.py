@@ -153,7 +153,7 @@ class TappedInterleaver(Interleaver):
             self._waiting[place] = [run for run in self._waiting[place] if run not in self._stale]
         seen = len(self._shown)
         left = self._serve_if_awaited(place, live)
-        taken = left is live or (self._live and self._put_in_place(place, left, floating))
+        taken = left is live or self._put_in_place(place, left, floating)
         for _, run, served in self._shown[seen:]:
             if served.edited:
                 habit = self._habits.of(run)

@@ -20,16 +20,36 @@ _pop_mode: Callable[[], TorchFunctionMode] = torch._C._pop_torch_function_stack
 _push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack
 
 
+class BlockState:
+    """Inside ``with BlockState():`` the thread is in the state in which blocks begin, so that to run many of
+    them, one after another, costs little. Inference mode is off in it, and gradients."""
+
+    now: tuple[str, tuple[bool, torch.dtype], torch.dtype, int] | None = None
+
+    def __enter__(self) -> None:
+        device = _autocast_device()
+        self._mode = _InferenceMode(False)
+        self._mode.__enter__()
+        torch._C._set_grad_enabled(False)
+        self._before = BlockState.now
+        BlockState.now = (device, _autocast(device), torch.get_default_dtype(), _stack_depth())
+
+    def __exit__(self, *error: Any) -> None:
+        BlockState.now = self._before
+        self._mode.__exit__(*error)
+
+
 class TorchState:
     """The state of one block, put in place whenever the block runs."""
 
-    __slots__ = ("_autocast", "_dtype", "_grad", "_modes")
+    __slots__ = ("_autocast", "_dtype", "_grad", "_is_first", "_modes")
 
     def __init__(self) -> None:
         self._grad = False
         self._autocast: tuple[bool, torch.dtype] | None = None
         self._dtype: torch.dtype | None = None
         self._modes: list[TorchFunctionMode] = []
+        self._is_first = True
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """``step(*args)`` with the block's state in place of the forward's.
@@ -37,6 +57,8 @@ class TorchState:
         Inference mode is off in a block, so that what it holds are ordinary tensors; gradients
         are off until the block turns them on.
         """
+        if BlockState.now is not None:
+            return self._run_in(BlockState.now, step, args)
         device = _autocast_device()
         outer = (_autocast(device), torch.get_default_dtype(), _stack_depth())
         with _InferenceMode(False):
@@ -47,6 +69,21 @@ class TorchState:
             finally:
                 self._grad = torch.is_grad_enabled()
                 self._keep(device, *outer)
+                self._is_first = False
+
+    def _run_in(self, now: tuple[Any, ...], step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        device, *outer = now
+        if not self._is_first:
+            torch._C._set_grad_enabled(self._grad)
+            self._restore(device)
+        try:
+            return step(*args)
+        finally:
+            self._grad = torch.is_grad_enabled()
+            self._keep(device, *outer)
+            self._is_first = not self._grad and self._autocast is None and self._dtype is None and not self._modes
+            if self._grad:
+                torch._C._set_grad_enabled(False)
 
     def _restore(self, device: str) -> None:
         if self._autocast is not None:
