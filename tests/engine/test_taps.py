@@ -47,8 +47,9 @@ def model(request: pytest.FixtureRequest, tapped: Any) -> Iterator[Any]:
     taps = taps_of(tapped)
     before = taps.in_graph
     if request.param == "recorded":
+        taps.rows = 256
         for tap in taps.taps.values():
-            tap.rows, tap.copies = 64, None
+            tap.rows, tap.copies = taps.rows, None
         interleaver = taps.shown.__self__
         taps.in_graph = lambda tensor: not interleaver._muted
     yield tapped
@@ -155,6 +156,10 @@ BLOCKS = [
 ]  # fmt: skip
 
 
+def name_of(block: Block) -> str:
+    return block.__name__
+
+
 def flat(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
@@ -172,7 +177,7 @@ def assert_same(ours: Any, wanted: Any, what: str) -> None:
         assert difference(one, two) < 2e-5, f"{what}, value {i}"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
 def test_a_block_gives_what_it_gives_by_eager_steps(model: Any, llama: Any, block: Block) -> None:
     for _ in range(2):  # the second time it is known what the block does
         for prompt in PROMPTS[:2]:
@@ -190,6 +195,16 @@ def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
         return value
 
     for ours, wanted, block in zip(run(model), run(llama), BLOCKS, strict=True):
+        assert_same(ours, wanted, block.__name__)
+
+
+@pytest.mark.parametrize(
+    "block", [read_streams, read_modules, add_in_place, edit_at_one_step], ids=lambda b: b.__name__
+)
+def test_many_alike_in_one_batch(model: Any, llama: Any, block: Block) -> None:
+    prompts = [[*PROMPTS[i % 4], 10 + i] for i in range(12)]
+    for _ in range(2):
+        ours, wanted = [each.run(functools.partial(block, each), prompts, **SETTINGS) for each in (model, llama)]
         assert_same(ours, wanted, block.__name__)
 
 

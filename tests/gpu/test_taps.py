@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import insitu
-from tests.engine.test_taps import BLOCKS, PLACES, PROMPTS, SETTINGS, Block, flat, read_streams, replace_output
+from tests.engine.test_taps import BLOCKS, PLACES, PROMPTS, SETTINGS, Block, flat, name_of, read_streams, replace_output
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def assert_same(ours: Any, wanted: Any, what: str) -> None:
         assert ((one - two).norm() / two.norm()).item() < BOUND, f"{what}, value {i}"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
 def test_a_block_gives_what_it_gives_by_eager_steps(engines: Any, block: Block) -> None:
     for _ in range(2):
         ours, wanted = [each.run(functools.partial(block, each), PROMPTS[0], **FORCED) for each in engines]

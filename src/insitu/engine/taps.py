@@ -112,7 +112,7 @@ class Taps:
 
     def copies(self, place: Place, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         here = self.taps[str(place)]
-        if here.copies is None:
+        if here.copies is None or rows > self.rows:
             return None
         whole = here.copies[0].shape[0]
         tensors = [copy[:rows] if _by(copy, whole) else copy for copy in here.copies]

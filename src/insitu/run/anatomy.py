@@ -29,6 +29,7 @@ class Anatomy:
     def __init__(self, modules: ModuleTable) -> None:
         at, root = _language_model(modules)
         self._modules = modules
+        self._streams: dict[tuple[str, int | None], Stream] = {}
         self._architecture = type(root).__name__
         self.batched = self._architecture.startswith("Transformers")
         if self.batched:
@@ -40,6 +41,12 @@ class Anatomy:
         self.layers = self._count(self._layout.layers) if self._layout else 0
 
     def stream(self, name: str, layer: int | None = None) -> Stream:
+        found = self._streams.get((name, layer))
+        if found is None:
+            found = self._streams[name, layer] = self._found(name, layer)
+        return found
+
+    def _found(self, name: str, layer: int | None) -> Stream:
         what = f"`model.{name}`"
         layout = self._known(what)
         if name in layout.absent:

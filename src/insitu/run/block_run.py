@@ -77,7 +77,7 @@ class BlockRun:
         self.code = code_of(program)
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
-        self._writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)
+        self.writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)
         self._keys = KeyRecorder(model.anatomy.keys) if reads_later_patterns(mentioned, length) else None
         self.recorders: list[Recorder] = [] if self._keys is None else [self._keys]
         self.skipping = False
@@ -103,6 +103,11 @@ class BlockRun:
         """Lets the block go on with its rows of ``live``; returns what it then leaves behind."""
         return self._state.run(self._show, live, rows, what, fixed)
 
+    def hand(self, served: Served) -> None:
+        """As ``show``, of what is already as the block is to see it."""
+        assert self._greenlet is not None
+        self._state.run(self._into, self._greenlet.switch, served)
+
     def throw(self, error: BaseException) -> None:
         """Raises ``error`` where the block waits; a block that has not begun just ends with it."""
         if self.done:
@@ -126,7 +131,7 @@ class BlockRun:
 
     def _show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int]) -> Served:
         assert self._greenlet is not None
-        served = Served(live, rows, what, fixed, self._writes_unseen)
+        served = Served(live, rows, what, fixed, self.writes_unseen)
         self._into(self._greenlet.switch, served)
         return served
 
@@ -246,12 +251,14 @@ class BlockRun:
     def _stream(self, name: str, layer: int | None) -> Derived:
         stream = self._model.anatomy.stream(name, layer)
         served = self._arrive(stream.place)
-        if name in self._derived and self._derived[name].stale:
+        if name in self._derived and served.is_made and self._derived[name].stale:
             self._derived.pop(name).settle()
         if name not in self._derived:
             index = "" if layer is None else f"[{layer}]"
-            parts = stream.parts(served.value)
-            self._derived[name] = Derived(parts, f"model.{name}{index}", stream.multiplier)
+            known = served.shared_stream(stream)
+            self._derived[name] = Derived(
+                lambda: stream.parts(served.value), f"model.{name}{index}", stream.multiplier, known
+            )
         return self._derived[name]
 
     def _settle(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from insitu.block import WriteError
 from insitu.run.memory import require_memory
+
+Parts = list[torch.Tensor] | Callable[[], list[torch.Tensor]]
 
 
 class Derived:
@@ -18,20 +21,36 @@ class Derived:
     rows (a bias, which the model adds by itself) stays as it is.
     """
 
-    def __init__(self, parts: list[torch.Tensor], what: str, multiplier: float = 1.0) -> None:
+    def __init__(self, parts: Parts, what: str, multiplier: float = 1.0, known: torch.Tensor | None = None) -> None:
+        """``known``: the value, where it was computed already; ``parts`` then gives them when they are needed."""
         self._parts = parts
         self._what = what
         self._multiplier = multiplier
-        direct = len(parts) == 1 and multiplier == 1
-        self.value = parts[0] if direct else sum(parts[1:], parts[0]) * multiplier
-        self._given = None if direct else self.value.clone()
+        self._given: torch.Tensor | None = None
+        self._part_versions: list[int] = []
+        if known is None:
+            parts = self._all_parts()
+            self._direct = len(parts) == 1 and multiplier == 1
+            self.value = parts[0] if self._direct else self._sum(parts)
+            self._given = None if self._direct else self.value.clone()
+            self._part_versions = [part._version for part in parts]
+        else:
+            self._direct, self.value = False, known
         self._version = self.value._version
-        self._part_versions = [part._version for part in parts]
+
+    def _all_parts(self) -> list[torch.Tensor]:
+        return self._parts() if callable(self._parts) else self._parts
+
+    def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return sum(parts[1:], parts[0]) * self._multiplier
 
     @property
     def stale(self) -> bool:
         """Whether the block has edited the parts under their own names since."""
-        return self._given is not None and self._part_versions != [part._version for part in self._parts]
+        if self._direct:
+            return False
+        versions = [part._version for part in self._all_parts()]
+        return versions != (self._part_versions or [0] * len(versions))
 
     def replace(self, new: Any) -> None:
         """Takes ``new`` for the whole stream. Raises ``WriteError`` for another shape."""
@@ -44,11 +63,13 @@ class Derived:
 
     def settle(self) -> None:
         """Hands what was changed on to the parts."""
-        if self._given is None or self.value._version == self._version:
+        if self._direct or self.value._version == self._version:
             return
+        parts = self._all_parts()
         with torch.no_grad():
-            changed = (self.value != self._given).any(dim=-1)
-            first, *others = self._parts
+            given = self._sum(parts) if self._given is None else self._given
+            changed = (self.value != given).any(dim=-1)
+            first, *others = parts
             written = self.value[changed] / self._multiplier
             for other in others:
                 if other.shape == first.shape:

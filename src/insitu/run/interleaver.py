@@ -25,6 +25,7 @@ from insitu.run.order import VisitOrder
 from insitu.run.recorder import Recorder
 from insitu.run.served import Rows, Served
 from insitu.run.skips import KeptRows
+from insitu.run.torch_state import BlockState
 from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
 
 RowsOf = Mapping[BlockRun, Rows]
@@ -78,13 +79,14 @@ class Interleaver:
         """Starts what is new, and says whether any run waits for a module in this step's forward."""
         self._waiting.clear()
         runs = list(runs)
-        for run in runs:
-            run.steps += 1
-            if not run.started and not run.done:
-                run.start()
-            elif run.waiting == STEP and run.in_step:
-                run.show(True, _NO_ROWS, str(STEP))
-            self._park(run)
+        with BlockState():
+            for run in runs:
+                run.steps += 1
+                if not run.started and not run.done:
+                    run.start()
+                elif run.waiting == STEP and run.in_step:
+                    run.hand(_BEGUN)
+                self._park(run)
         self._recorders = [(run, each) for run in runs if run.error is None for each in run.recorders]
         return bool(self._recorders) or any(place.in_forward for place in self._waiting)
 
@@ -158,7 +160,7 @@ class Interleaver:
             if run.waiting == RESULT:
                 run.show(result, _NO_ROWS, str(RESULT))
             elif run.waiting == STEP:
-                run.show(False, _NO_ROWS, str(STEP))
+                run.hand(_ENDED)
             else:
                 run.throw(refusals.ended(run.waiting, run.step, run.steps))
 
@@ -392,3 +394,4 @@ class Interleaver:
 _METHODS = (MethodType, BuiltinMethodType)
 _TAIL = [LOGITS, SAMPLES, RESULT]
 _NO_ROWS = Rows(0, 0, 0)
+_BEGUN, _ENDED = (Served(answer, _NO_ROWS, str(STEP)) for answer in (True, False))

@@ -11,7 +11,11 @@ def require_memory(tensor: torch.Tensor, what: str) -> None:
     """Raises ``WriteError``, which speaks of ``what``, if the storage was resized to less than the tensor needs."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return
-    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        last = tensor.storage_offset() + tensor.numel() - 1
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((n - 1) * step for n, step in steps)
     needed, there = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
     if there < needed:
         raise WriteError(

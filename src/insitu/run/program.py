@@ -13,6 +13,8 @@ from insitu.run.block_run import BlockRun
 from insitu.run.memory import require_memory
 from insitu.run.served import rebuilt
 
+_FEW, _LARGE = 4, 2**20
+
 
 @dataclass
 class Outcome:
@@ -57,6 +59,10 @@ class Home:
     def _ordinary(self, value: Any) -> Any:
         if id(value) in self._made:
             return self._made[id(value)][1]
+        if type(value) is list and (together := _brought_together(value)):
+            self._made.update((id(old), (old, new)) for old, new in zip(value, together, strict=True))
+            self._made[id(value)] = (value, together)
+            return together
         if type(value) in (list, dict):
             made = type(value)()
             self._made[id(value)] = (value, made)  # before its parts, one of which may be itself
@@ -85,6 +91,22 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         elif (type(part) in (list, dict) or isinstance(part, tuple)) and id(part) not in seen:
             seen.add(id(part))
             pending.extend(part.values() if isinstance(part, dict) else part)
+
+
+def _brought_together(values: list[Any]) -> list[torch.Tensor] | None:
+    """Many alike tensors of a device, such as one place's rows in each step, in one copy; None if they are not."""
+    if len(values) < _FEW or set(map(type, values)) != {torch.Tensor} or len(set(map(id, values))) < len(values):
+        return None
+    first = values[0]
+    if first.device.type == "cpu" or first.layout != torch.strided or first.nbytes > _LARGE or first.is_meta:
+        return None
+    kind = (first.shape, first.dtype, first.device)
+    if any((each.shape, each.dtype, each.device) != kind or each.requires_grad for each in values):
+        return None
+    for each in values:
+        require_memory(each, "a tensor to be brought home")
+    with torch.inference_mode(False):
+        return list(torch.unbind_copy(torch.stack(values).cpu()))
 
 
 def _must_change(tensor: torch.Tensor) -> bool:

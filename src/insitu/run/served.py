@@ -76,16 +76,18 @@ def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-class _Leaf:
+class Leaf:
     """One private tensor and the live tensor that it was copied from."""
 
     __slots__ = ("compare", "edited", "live", "private", "replaced", "rows", "version")
 
-    def __init__(self, live: torch.Tensor, rows: Index | None, compare: bool) -> None:
+    def __init__(
+        self, live: torch.Tensor, rows: Index | None, compare: bool, private: torch.Tensor | None = None
+    ) -> None:
         self.compare = compare
         self.live = live
         self.rows = rows
-        self.private = (live if rows is None else live[rows]).clone()
+        self.private = (live if rows is None else live[rows]).clone() if private is None else private
         self.version = self.private._version
         self.replaced = False
         self.edited: torch.Tensor | None = None
@@ -118,13 +120,13 @@ class Served:
     def __init__(
         self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset(), compare: bool = False
     ) -> None:
-        leaves: dict[int, _Leaf] = {}
+        leaves: dict[int, Leaf] = {}
 
         def private(tensor: torch.Tensor) -> torch.Tensor:
             leaf = leaves.get(id(tensor))
             if leaf is None:
                 mine = None if storage_of(tensor) in fixed else rows.of(tensor)
-                leaf = leaves[id(tensor)] = _Leaf(tensor, mine, compare)
+                leaf = leaves[id(tensor)] = Leaf(tensor, mine, compare)
             return leaf.private
 
         self.live = live
@@ -134,12 +136,21 @@ class Served:
         self.what = what
         self.value = map_tensors(live, private)
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the block holds any tensor of it."""
+        return True
+
+    def shared_stream(self, stream: Any) -> torch.Tensor | None:
+        """The rows of a stream of the standard names, where they were computed for all requests at once."""
+        return None
+
     def replace(self, value: Any) -> None:
         """Takes ``value`` as what the model goes on with.
 
         Raises ``WriteError`` if its structure, or the shape or kind of a tensor in it, is another.
         """
-        pairs: list[tuple[_Leaf, torch.Tensor]] = []
+        pairs: list[tuple[Leaf, torch.Tensor]] = []
         self._pair(self.live, value, "", pairs)
         # One tensor may stand at two places in the structure; the one that was assigned counts.
         for leaf, new in [pair for pair in pairs if pair[1] is not pair[0].private]:
@@ -151,7 +162,7 @@ class Served:
         """From here on it is ``live``, which looks the same, that writes go back to."""
         tensors: list[torch.Tensor] = []
         map_tensors(live, tensors.append)
-        moved: dict[int, _Leaf] = {}
+        moved: dict[int, Leaf] = {}
 
         def move(old: torch.Tensor) -> None:
             leaf, new = self._leaves[id(old)], tensors[len(order)]
@@ -202,12 +213,12 @@ class Served:
                 rows, live = self._writable(leaf, ids_below)
                 live[rows].copy_(leaf.private)
 
-    def _is_changed(self, leaf: _Leaf) -> bool:
+    def _is_changed(self, leaf: Leaf) -> bool:
         if leaf.compare:
             require_memory(leaf.private, self.what)
         return leaf.changed
 
-    def _writable(self, leaf: _Leaf, ids_below: int) -> tuple[Index, torch.Tensor]:
+    def _writable(self, leaf: Leaf, ids_below: int) -> tuple[Index, torch.Tensor]:
         require_memory(leaf.private, self.what)
         if leaf.rows is None:
             raise WriteError(
@@ -223,7 +234,7 @@ class Served:
             raise WriteError(f"{self.what}: the value was resized in place to {tuple(leaf.private.shape)}")
         return leaf.rows, leaf.live
 
-    def _pair(self, live: Any, new: Any, where: str, pairs: list[tuple[_Leaf, torch.Tensor]]) -> None:
+    def _pair(self, live: Any, new: Any, where: str, pairs: list[tuple[Leaf, torch.Tensor]]) -> None:
         if isinstance(live, torch.Tensor):
             leaf = self._leaves[id(live)]
             pairs.append((leaf, self._checked(leaf.private, new, where)))

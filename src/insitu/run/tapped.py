@@ -19,8 +19,12 @@ from insitu.run.block_run import BlockRun
 from insitu.run.habits import Habits
 from insitu.run.interleaver import Interleaver, RowsOf
 from insitu.run.served import Served
+from insitu.run.snapshot import SharedServed, Snapshot
 from insitu.run.structure import Structure, tensors_in
+from insitu.run.torch_state import BlockState
 from insitu.tree import Place
+
+_FEW = 8
 
 
 class Path(Enum):
@@ -134,7 +138,36 @@ class TappedInterleaver(Interleaver):
             if place in self._waiting or place in recorded:
                 copies = self._taps.copies(place, total)
                 if copies is not None:
+                    self._serve_together(place, self._structures[place].filled(*copies), total)
                     self._serve_compiled(place, *copies)
+
+    def _serve_together(self, place: Place, live: Any, total: int) -> None:
+        """Where many requests wait at ``place``, each with one row: copies it once for them all."""
+        waiting = self._waiting.get(place, ())
+        runs = [run for run in waiting if run not in self._stale and not run.writes_unseen]
+        if len(runs) < max(_FEW, total // 4) or self.anatomy.batched:
+            return
+        if any(self.rows[run].stop - self.rows[run].start != 1 for run in runs):
+            return
+        self._waiting[place] = [run for run in waiting if run in self._stale or run.writes_unseen]
+        self._reached = max(self._reached, self.order.position(place))
+        snapshot, made = Snapshot(live, total), list[tuple[BlockRun, Served]]()
+        with BlockState():
+            for run in runs:
+                served = SharedServed(snapshot, self.rows[run].start, place, self.modules.fixed)
+                run.hand(served)
+                self._park(run)
+                if served.is_made:
+                    made.append((run, served))
+        for run, served in made:
+            try:
+                served.write_back({}, self._ids_below(place))
+            except Exception as error:  # whatever a block left there, it is this request's error
+                run.refuse(error)
+            if served.edited:
+                run.edited = self._habits.of(run).edits = True
+                self._shown.append((place, run, served))
+                self._stale.add(run)
 
     def close(self) -> None:
         self._compiled = False
