@@ -66,7 +66,7 @@ def every_step(model: Any, prompts: Batch) -> Any:
 def steer(model: Any, prompts: Batch) -> Any:
     import torch
 
-    vectors = torch.randn(len(prompts), 4096, dtype=torch.bfloat16)
+    vectors = torch.randn(len(prompts), 4096, dtype=torch.bfloat16, device="cuda")
     with model.trace(**SAMPLING) as tracer:
         for prompt, vector in zip(prompts, vectors, strict=True):
             with tracer.invoke(prompt):

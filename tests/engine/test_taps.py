@@ -49,7 +49,7 @@ def model(request: pytest.FixtureRequest, tapped: Any) -> Iterator[Any]:
     if request.param == "recorded":
         taps.rows = 256
         for tap in taps.taps.values():
-            tap.rows, tap.copies = taps.rows, None
+            tap.rows, tap.copies, tap.table = taps.rows, None, None
         interleaver = taps.shown.__self__
         taps.in_graph = lambda tensor: not interleaver._muted
     yield tapped
@@ -95,6 +95,51 @@ def add_to_a_part(model: Any, tracer: Any) -> Any:
         hidden = model.model.layers[1].output[0]
         hidden[:] += torch.linspace(-3, 3, hidden.shape[-1]).to(hidden)
         seen += [model.resid_post[3], model.logits]
+    return seen
+
+
+def scale_and_set(model: Any, tracer: Any) -> Any:
+    seen = []
+    for step in tracer.iter[:]:
+        stream = model.resid_post[0]
+        stream *= 0.5
+        stream -= torch.ones(stream.shape[-1]).to(stream) * 2
+        model.model.layers[1].mlp.output[:] = step
+        model.resid_post[2] = torch.arange(stream.shape[-1]).to(stream).expand(stream.shape[0], -1)
+        seen += [model.resid_post[3], model.logits]
+    return seen
+
+
+def edit_and_keep(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        stream = model.resid_post[1]
+        stream += 1.5
+        model.model.layers[2].output[1][-1] *= 3
+        model.logits
+        seen += [stream, stream * 2, model.logits]
+    return seen
+
+
+def edit_then_look(model: Any, tracer: Any) -> Any:
+    seen = []
+    for step in tracer.iter[:]:
+        stream = model.resid_post[1]
+        stream += 1.5
+        if step > 2:
+            seen.append(stream.norm())
+            stream /= stream.norm()
+        seen += [model.resid_post[2], model.logits]
+    return seen
+
+
+def edit_parts_and_their_sum(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        model.model.layers[1].output[0][:] += 1
+        model.model.layers[1].output[1][:] *= 2
+        model.resid_post[1][:, 3:9] = 0
+        seen.append(model.logits)
     return seen
 
 
@@ -151,8 +196,9 @@ def call_a_module(model: Any, tracer: Any) -> Any:
 
 
 BLOCKS = [
-    read_streams, read_modules, read_some_steps, record, add_in_place, add_to_a_part, edit_twice, replace_output,
-    replace_what_others_hold, leave_the_taps, edit_at_one_step, call_a_module,
+    read_streams, read_modules, read_some_steps, record, add_in_place, add_to_a_part, scale_and_set, edit_and_keep,
+    edit_then_look, edit_parts_and_their_sum, edit_twice, replace_output, replace_what_others_hold, leave_the_taps,
+    edit_at_one_step, call_a_module,
 ]  # fmt: skip
 
 

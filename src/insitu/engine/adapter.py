@@ -62,6 +62,8 @@ class Adapter:
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
         self.waits_in_forward = bool(self.runs) and self.interleaver.begin(self.runs.values())
         self._expects_logits = bool(self.runs)
+        if not self.runs:
+            self.interleaver.idle()
         self.tapped = bool(self.runs) and self.interleaver.tapped
         self.host.eager_steps += self.waits_in_forward
         self.host.tapped_steps += self.tapped

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -14,17 +14,20 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from insitu.block import InsituError
 from insitu.engine.tap_names import places_of
-from insitu.run import Interleaver
+from insitu.engine.tap_tables import PARTS, Table, Vectors
+from insitu.run import BlockRun, Interleaver
 from insitu.run.anatomy import Anatomy
 from insitu.run.modules import ModuleTable
 from insitu.run.structure import tensors_in
-from insitu.run.tapped import TappedInterleaver
+from insitu.run.tapped import Edits, TappedInterleaver
 from insitu.tree import Place
 
 KEY = "insitu_taps"
 """Of ``additional_config``, which vLLM's compile cache is keyed by: code with other taps is other code."""
 _OPERATION = "insitu::tap"
 _HERE = "insitu.taps"
+_VECTORS = 4
+"""How many vectors can be added at once, by the number of requests that the engine runs at once."""
 
 PassBy = Callable[[Place, list[torch.Tensor], list[torch.Tensor]], None]
 
@@ -50,15 +53,19 @@ def _captured(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class Tap:
-    """One place. ``copies`` are what the graphs write to, ``rows`` of them: floating tensors, then others."""
+    """One place. ``copies`` are what the graphs write to, ``rows`` of them: floating tensors, then others.
+
+    ``table`` says what the graphs edit there; none where the place's tensors are not one row a token.
+    """
 
     place: Place
     rows: int
     copies: list[torch.Tensor] | None = None
     floating: int = 0
     passed: bool = False
+    table: Table | None = None
 
-    def prepare(self, tensors: list[torch.Tensor], floating: int) -> None:
+    def prepare(self, tensors: list[torch.Tensor], floating: int, vectors: Callable[[torch.Tensor], Vectors]) -> None:
         """Called first by the forward that vLLM measures memory with, of the shapes that graphs are going to have."""
         self.floating = floating
         tokens = tensors[0].shape[0]
@@ -68,11 +75,18 @@ class Tap:
             else torch.zeros_like(each)
             for each in tensors
         ]
+        first = tensors[0]
+        alike = all(each.shape == first.shape and each.is_contiguous() for each in tensors)
+        if self.rows and alike and first.dim() == 2 and floating == len(tensors) <= PARTS:
+            self.table = Table(self.rows, vectors(first))
+            self.table.edit_and_copy([copy[:1] for copy in self.copies], self.copies)  # compiled before it is captured
 
-    def copy(self, tensors: list[torch.Tensor], floating: int) -> None:
-        if self.copies is None:
-            self.prepare(tensors, floating)
-        for copy, tensor in zip(self.copies or (), tensors, strict=True):
+    def copy(self, tensors: list[torch.Tensor]) -> None:
+        assert self.copies is not None
+        if self.table is not None and tensors[0].shape[0] <= self.rows:
+            self.table.edit_and_copy(tensors, self.copies)
+            return
+        for copy, tensor in zip(self.copies, tensors, strict=True):
             if tensor.dim() == 0 or tensor.shape == copy.shape:
                 copy.copy_(tensor)
             elif tensor.shape[0] <= copy.shape[0]:
@@ -80,15 +94,20 @@ class Tap:
 
     @property
     def nbytes(self) -> int:
-        return sum(copy.nbytes for copy in self.copies or ())
+        return sum(copy.nbytes for copy in self.copies or ()) + (self.table.nbytes if self.table else 0)
 
 
 @dataclass
 class Taps:
-    """The taps of one engine. ``places`` are known from the start, the copies' shapes from its first forward."""
+    """The taps of one engine. ``places`` are known from the start, the copies' shapes from its first forward.
+
+    ``rows``: of the largest graph that holds a whole forward. ``requests``: how many the engine runs at once.
+    """
 
     rows: int
+    requests: int = 0
     taps: dict[str, Tap] = field(default_factory=dict)
+    vectors: dict[int, Vectors] = field(default_factory=dict)
     error: InsituError | None = None
     shown: PassBy | None = None
     """Called where Python is at a tap, between compiled pieces or in an eager forward."""
@@ -100,15 +119,24 @@ class Taps:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.taps.values())
+        vectors = sum(each.memory.nbytes for each in self.vectors.values())
+        return vectors + sum(each.nbytes for each in self.taps.values())
 
     def pass_by(self, name: str, floating: list[torch.Tensor], others: list[torch.Tensor]) -> None:
         here = self.taps[name]
         here.passed = True
-        if self.shown is None or self.in_graph(floating[0]):
-            here.copy([*floating, *others], len(floating))
-        else:
+        if self.shown is not None and not self.in_graph(floating[0]):
             self.shown(here.place, floating, others)
+            return
+        if here.copies is None:
+            here.prepare([*floating, *others], len(floating), self._vectors_for)
+        here.copy([*floating, *others])
+
+    def _vectors_for(self, tensor: torch.Tensor) -> Vectors:
+        width = tensor.shape[-1]
+        if width not in self.vectors:
+            self.vectors[width] = Vectors(_VECTORS * self.requests, width, tensor.device)
+        return self.vectors[width]
 
     def copies(self, place: Place, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         here = self.taps[str(place)]
@@ -117,6 +145,31 @@ class Taps:
         whole = here.copies[0].shape[0]
         tensors = [copy[:rows] if _by(copy, whole) else copy for copy in here.copies]
         return tensors[: here.floating], tensors[here.floating :]
+
+    def editable(self, place: Place) -> list[torch.Tensor] | None:
+        here = self.taps.get(str(place))
+        return here.copies if here is not None and here.table is not None else None
+
+    def fits(self, edits: Edits) -> bool:
+        for width, vectors in self.vectors.items():
+            mine = [target.edits.vector for each in edits.values() for _, target in each]
+            if not vectors.fit([each for each in mine if each is not None and each.shape[-1] == width]):
+                return False
+        return True
+
+    def set(self, edits: Edits, rows: Mapping[BlockRun, int]) -> None:
+        held = [(place, run, target) for place, each in edits.items() for run, target in each]
+        for vectors in self.vectors.values():
+            own = [target.edits.vector for _, _, target in held if target.edits.vector is not None]
+            vectors.hold([each for each in own if each.shape[-1] == vectors.memory.shape[-1]])
+        for each in self.taps.values():
+            if each.table is not None:
+                each.table.set(
+                    [
+                        (rows[run], target.stream is not None, target.number, target.edits)
+                        for run, target in edits.get(each.place, ())
+                    ]
+                )
 
     def passed(self) -> dict[Place, bool]:
         """The places, and whether any forward has come by."""
@@ -129,7 +182,7 @@ def install(runner: Any) -> Taps | None:
     names = config.additional_config.get(KEY) if isinstance(config.additional_config, dict) else None
     if not names:
         return None
-    taps = Taps(_rows_of_graphs(config))
+    taps = Taps(_rows_of_graphs(config), config.scheduler_config.max_num_seqs)
     compilation = config.compilation_config
     compilation.static_forward_context[_HERE] = taps
     if compilation.splitting_ops and _OPERATION not in compilation.splitting_ops:

@@ -74,6 +74,9 @@ class BlockRun:
         self.waiting: Place | None = None
         self.position = 0
         self.habits: Any = None
+        self.promise: Callable[[BlockRun, Place], Served | None] | None = None
+        """Gives what the block goes on with, without waiting, where that can be."""
+        self.spare: dict[Any, Any] = {}
         self.code = code_of(program)
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
@@ -276,6 +279,7 @@ class BlockRun:
             self._settle()
             self._model.check(self, place)
             self._served = None
-            served = self._served = traps.wait(place)
+            served = self.promise(self, place) if self.promise is not None else None
+            served = self._served = served or traps.wait(place)
             self.at, self.position = place, self._model.position(place, self.position)
         return served

@@ -54,6 +54,8 @@ class Derived:
 
     def replace(self, new: Any) -> None:
         """Takes ``new`` for the whole stream. Raises ``WriteError`` for another shape."""
+        if new is self.value:
+            return
         if not isinstance(new, torch.Tensor) or new.shape != self.value.shape or not new.is_floating_point():
             got = f"{tuple(new.shape)} {new.dtype}" if isinstance(new, torch.Tensor) else type(new).__name__
             raise WriteError(f"{self._what} takes shape {tuple(self.value.shape)} {self.value.dtype}; got {got}")

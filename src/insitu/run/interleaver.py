@@ -90,6 +90,9 @@ class Interleaver:
         self._recorders = [(run, each) for run in runs if run.error is None for each in run.recorders]
         return bool(self._recorders) or any(place.in_forward for place in self._waiting)
 
+    def idle(self) -> None:
+        """Instead of ``begin``, in a step without runs."""
+
     def open(self, rows: RowsOf) -> None:
         """From here to ``close`` the modules that runs wait for are watched."""
         self.rows = rows

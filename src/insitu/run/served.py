@@ -136,6 +136,12 @@ class Served:
         self.what = what
         self.value = map_tensors(live, private)
 
+    def take(self, live: torch.Tensor, private: torch.Tensor) -> None:
+        """Makes ``private``, which has the value already, what the block holds of ``live``."""
+        leaf = self._leaves[id(live)]
+        leaf.private, leaf.version = private, private._version
+        self.value = map_tensors(self.live, lambda tensor: self._leaves[id(tensor)].private)
+
     @property
     def is_made(self) -> bool:
         """Whether the block holds any tensor of it."""

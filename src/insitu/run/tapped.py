@@ -9,15 +9,18 @@ cache again, and what blocks have written in the first run is written again wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from insitu.run import traps
 from insitu.run.block_run import BlockRun
 from insitu.run.habits import Habits
 from insitu.run.interleaver import Interleaver, RowsOf
+from insitu.run.promised import PromisedServed, Target
 from insitu.run.served import Served
 from insitu.run.snapshot import SharedServed, Snapshot
 from insitu.run.structure import Structure, tensors_in
@@ -25,6 +28,7 @@ from insitu.run.torch_state import BlockState
 from insitu.tree import Place
 
 _FEW = 8
+Edits = Mapping[Place, Sequence[tuple[BlockRun, Target]]]
 
 
 class Path(Enum):
@@ -44,6 +48,18 @@ class Taps(Protocol):
 
     def copies(self, place: Place, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
         """What the last forward left in the copies of ``place``: floating tensors and others."""
+        ...
+
+    def editable(self, place: Place) -> list[torch.Tensor] | None:
+        """The floating copies of ``place``, if a table can edit it."""
+        ...
+
+    def fits(self, edits: Edits) -> bool:
+        """Whether the tables have room for these."""
+        ...
+
+    def set(self, edits: Edits, rows: Mapping[BlockRun, int]) -> None:
+        """Makes the graphs do these edits, and no others, in the blocks' rows."""
         ...
 
 
@@ -68,6 +84,7 @@ class TappedInterleaver(Interleaver):
         self._shown: list[tuple[Place, BlockRun, Served]] = []
         self._pending: list[tuple[Place, BlockRun, Served]] = []
         self._stale: set[BlockRun] = set()
+        self._promised: dict[Place, list[tuple[BlockRun, PromisedServed]]] = {}
         layers = range(self.anatomy.layers)
         # What a layer returns is its own: the stream goes on from it.
         self._held_by_nobody = {self.anatomy.stream("resid_post", layer).place for layer in layers}
@@ -75,9 +92,48 @@ class TappedInterleaver(Interleaver):
     # -- one step -------------------------------------------------------------------------
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
-        path = self._chosen() if super().begin(runs) else Path.PLAIN
+        runs = list(runs)
+        self._promised.clear()
+        for run in runs:
+            run.promise = self._promise if self._takes_promises(run) else None
+        waits = super().begin(runs)
+        for run in runs:
+            run.promise = None
+        path = self._chosen() if waits else Path.TAPPED if self._promised else Path.PLAIN
+        if path is Path.TAPPED and not self._taps.fits(self._edits()):
+            path = Path.OPEN
         self.tapped, self.one_graph = path in (Path.TAPPED, Path.OPEN), path is not Path.OPEN
+        if not self.tapped:
+            self.idle()
         return path is Path.EAGER
+
+    def idle(self) -> None:
+        self._taps.set({}, {})
+
+    def _takes_promises(self, run: BlockRun) -> bool:
+        """In its decode steps, a block that was seen to edit, and nothing that needs the values."""
+        habit = run.habits[True] if run.habits and run.started else None
+        known = habit is not None and habit.edits and not habit.needs_values and not habit.leaves_taps
+        return known and self.in_use and not run.names_source and not run.writes_unseen
+
+    def _promise(self, run: BlockRun, place: Place) -> PromisedServed | None:
+        structure, copies = self._structures.get(place), self._taps.editable(place)
+        if structure is None or not copies or self.anatomy.batched:
+            return None
+        visit = PromisedServed(place, structure, copies, run.spare.setdefault(place, {}), partial(self._keep, run))
+        self._promised.setdefault(place, []).append((run, visit))
+        return visit
+
+    def _keep(self, run: BlockRun, visit: PromisedServed) -> Served:
+        self._habits.of(run).needs_values = True
+        return traps.wait(visit.what)
+
+    def _edits(self) -> dict[Place, list[tuple[BlockRun, Target]]]:
+        """What blocks have written into promises."""
+        return {
+            place: [(run, target) for run, visit in visits if (target := visit.affine)]
+            for place, visits in self._promised.items()
+        }
 
     def _chosen(self) -> Path:
         waited = {place for place in self._waiting if place.in_forward}
@@ -95,12 +151,13 @@ class TappedInterleaver(Interleaver):
 
     def open(self, rows: RowsOf) -> None:
         super().open(rows)
-        for place, _, _ in self._pending:
+        for place in (*self._promised, *(place for place, _, _ in self._pending)):
             self._watch(place)
 
     def open_compiled(self, rows: RowsOf) -> None:
         """As ``open``, for a forward that is not eager: no module is watched."""
         self.rows = rows
+        self._taps.set(self._edits(), {run: mine.start for run, mine in rows.items()})
         self._open = self._compiled = True
         self._live = False
         self._called.clear()
@@ -111,12 +168,15 @@ class TappedInterleaver(Interleaver):
         if not self._compiled or self.calls.running:
             return
         self._live = True
+        if place in self._promised:
+            self._write_again(place, self._structures[place].filled(floating, others), {})
         if place in self._waiting or self._recorders:
             self._serve_compiled(place, floating, others)
 
     def after_compiled(self) -> bool:
         """The forward is over. True if it must be run once more, eagerly, after another ``open``."""
         if not self._live:
+            self._fulfil_from_copies()
             self._serve_copies()
         self._compiled = False
         left = {run for place, runs in self._waiting.items() if place.in_forward for run in runs}
@@ -130,6 +190,14 @@ class TappedInterleaver(Interleaver):
         self._shown.clear()
         self._stale.clear()
         return again
+
+    def _fulfil_from_copies(self) -> None:
+        total = next(iter(self.rows.values())).total
+        for place, visits in self._promised.items():
+            if copies := self._taps.copies(place, total):
+                live = self._structures[place].filled(*copies)
+                for run, visit in visits:
+                    visit.fulfil(live, self.rows[run])
 
     def _serve_copies(self) -> None:
         recorded = self._recorded()
@@ -174,6 +242,7 @@ class TappedInterleaver(Interleaver):
         self._shown.clear()
         self._stale.clear()
         self._pending.clear()
+        self._promised.clear()
         super().close()
 
     # -- one place ------------------------------------------------------------------------
@@ -217,6 +286,9 @@ class TappedInterleaver(Interleaver):
         return super()._serve_if_awaited(place, live)
 
     def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
+        for run, visit in self._promised.get(place, ()):
+            visit.apply(live, self.rows[run])
+            visit.fulfil(live, self.rows[run])
         for entry in [entry for entry in self._pending if entry[0] == place]:
             self._pending.remove(entry)
             _, run, served = entry

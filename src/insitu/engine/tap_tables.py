@@ -1,0 +1,112 @@
+"""Tables in the graphs: what a tap adds to a request's row, and by what it multiplies it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.triton_utils import HAS_TRITON, triton
+
+from insitu.engine.tap_kernel import edit_and_copy
+from insitu.run.affine import Affine
+
+PARTS = 2
+Entry = tuple[int, bool, int, Affine]
+"""A row, whether the sum of the place's tensors is edited or else the number of the one that is, and how."""
+
+
+class Vectors:
+    """The vectors that tables add, shared by all places of one width. Each tensor is copied in once."""
+
+    def __init__(self, count: int, width: int, device: torch.device) -> None:
+        self.memory = torch.zeros(count, width, device=device, dtype=torch.float32)
+        self._slots: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._free = list(range(count))
+
+    def fit(self, vectors: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these can be held at once."""
+        return len({id(vector) for vector in vectors}) <= self.memory.shape[0]
+
+    def hold(self, vectors: Sequence[torch.Tensor]) -> list[int]:
+        """The slots of these vectors, which take those of others if there is no room."""
+        keys = [(id(vector), vector._version) for vector in vectors]
+        missing = {key: vector for key, vector in zip(keys, vectors, strict=True) if key not in self._slots}
+        if missing:
+            self._make_room(len(missing), set(keys))
+            for key, vector in missing.items():
+                slot = self._free.pop()
+                self.memory[slot].copy_(vector.reshape(-1))
+                self._slots[key] = (slot, vector)  # held, so that its id stays its own
+        return [self._slots[key][0] for key in keys]
+
+    def _make_room(self, count: int, kept: set[tuple[int, int]]) -> None:
+        for key in [key for key in self._slots if key not in kept]:
+            if len(self._free) >= count:
+                return
+            self._free.append(self._slots.pop(key)[0])
+
+
+class Table:
+    """One place's: for each row and tensor a slot (-1 for none), a scale, a weight and a bias."""
+
+    def __init__(self, rows: int, vectors: Vectors) -> None:
+        device = vectors.memory.device
+        self.vectors = vectors
+        self._empty = np.full((rows, PARTS + 1), -1, np.int32), np.tile(np.float32([1, 1, 0]), (rows, PARTS))
+        self.slots, self.factors = (torch.from_numpy(each.copy()).to(device) for each in self._empty)
+        self._now: list[tuple[Any, ...]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots.nbytes + self.factors.nbytes
+
+    def set(self, entries: Sequence[Entry]) -> None:
+        if not entries and not self._now:
+            return
+        held = [entry for entry in entries if entry[3].vector is not None]
+        slots = dict(zip(map(id, held), self.vectors.hold([entry[3].vector for entry in held]), strict=True))  # type: ignore[misc]
+        now = [
+            (row, summed, part, slots.get(id(entry), -1), edits.scale, edits.weight, edits.bias)
+            for entry in entries
+            for row, summed, part, edits in (entry,)
+        ]
+        if now == self._now:
+            return
+        self._now = now
+        where, factors = (each.copy() for each in self._empty)
+        for row, summed, part, slot, *three in now:
+            where[row, part], where[row, PARTS] = slot, int(summed)
+            factors[row, 3 * part : 3 * part + 3] = three
+        self.slots.copy_(torch.from_numpy(where))
+        self.factors.copy_(torch.from_numpy(factors))
+
+    def edit_and_copy(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+        """Edits the rows of the live tensors in place and copies what comes of it."""
+        if tensors[0].is_cuda and HAS_TRITON:
+            self._by_kernel(tensors, copies)
+        else:
+            self._by_torch(tensors, copies)
+
+    def _by_torch(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+        rows = tensors[0].shape[0]
+        slots, factors = self.slots[:rows], self.factors[:rows]
+        summed = (slots[:, PARTS] == 1)[:, None]
+        values = [tensor.float() for tensor in tensors]
+        values[0] = torch.where(summed, sum(values[1:], values[0]), values[0])
+        for part, (tensor, copy) in enumerate(zip(tensors, copies, strict=True)):
+            scale, weight, bias = (factors[:, 3 * part + i, None] for i in range(3))
+            added = torch.where(slots[:, part, None] >= 0, self.vectors.memory[slots[:, part].clamp(min=0)], 0.0)
+            value = torch.where(scale == 0, 0.0, values[part] * scale) + weight * added + bias
+            tensor.copy_(torch.where(summed, 0.0, value) if part else value)
+            copy[:rows].copy_(tensor)
+
+    def _by_kernel(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+        first, second = tensors[0], tensors[-1]
+        rows, width = first.shape
+        block = min(1024, triton.next_power_of_2(width))
+        edit_and_copy[rows, triton.cdiv(width, block)](
+            first, second, copies[0], copies[-1], self.slots, self.factors, self.vectors.memory,
+            width, first.stride(0), second.stride(0), pair=len(tensors) > 1, block=block,
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Edits of one row that keep it affine: what a table in a graph can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Affine:
+    """``scale`` times the row, plus ``weight`` times ``vector``, plus ``bias``: what a block's edits come to."""
+
+    __slots__ = ("bias", "changed", "scale", "vector", "weight")
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.vector: torch.Tensor | None = None
+        self.weight = 1.0
+        self.bias = 0.0
+        self.changed = False
+
+    def add(self, value: torch.Tensor | float, times: float = 1.0) -> None:
+        self.changed = True
+        if not isinstance(value, torch.Tensor):
+            self.bias += value * times
+        elif self.vector is None:
+            self.vector, self.weight = value, times
+        else:
+            self.vector, self.weight = self.vector * self.weight + value * times, 1.0
+
+    def multiply(self, factor: float) -> None:
+        self.changed = True
+        self.scale *= factor
+        self.weight *= factor
+        self.bias *= factor
+
+    def set(self, value: torch.Tensor | float) -> None:
+        self.scale, self.vector, self.weight, self.bias = 0.0, None, 1.0, 0.0
+        self.add(value)
+
+    def apply(self, row: torch.Tensor) -> None:
+        """Edits the row in place."""
+        if self.scale == 0:
+            row.zero_()
+        elif self.scale != 1:
+            row.mul_(self.scale)
+        if self.vector is not None:
+            row.add_(self.vector.to(row), alpha=self.weight)
+        if self.bias:
+            row.add_(self.bias)
+
+
+def as_row(value: Any, like: torch.Tensor, any_device: bool = False) -> torch.Tensor | float | None:
+    """``value`` if it can be added to a row as one vector or number; None if not."""
+    if (scalar := number(value)) is not None:
+        return scalar
+    if type(value) is not torch.Tensor or not value.is_floating_point() or value.requires_grad:
+        return None
+    if value.layout != torch.strided or value.is_meta or not (any_device or value.device == like.device):
+        return None
+    width = like.shape[-1]
+    return value if value.dim() in (1, like.dim()) and value.shape[-1] == width == value.numel() else None
+
+
+def number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

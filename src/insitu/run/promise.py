@@ -1,0 +1,190 @@
+"""Values that the forward has not computed yet, for blocks that only edit them.
+
+A block that adds a vector at a place does not need the value there to say so. It is given a promise
+before the forward begins; what it does to that is noted, and made by a table in the graph. Anything
+but an affine edit makes the block wait for the place after all, and the promise becomes the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from insitu.run.affine import Affine, as_row, number
+from insitu.run.served import map_tensors
+
+_plain: Any = torch._C.DisableTorchFunctionSubclass
+
+
+class Promise(torch.Tensor):
+    """One row, ``[1, width]`` or ``[width]``, whose values are not there yet. In ``place`` is what it stands for."""
+
+    place: Promised
+    whole: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        handler = _HANDLERS.get(name)
+        if handler is not None and type(args[0]) is cls:
+            answer = handler(args[0], *args[1:], **(kwargs or {}))
+            if answer is not NotImplemented:
+                return answer
+        about = func.__self__.__name__ in _ATTRIBUTES if name == "__get__" else name in _ABOUT
+        if not about:
+            for promise in _promises((args, kwargs)):
+                promise.place.keep()
+        with _plain():
+            return func(*args, **(kwargs or {}))
+
+
+class Promised(Protocol):
+    """What a promise stands for: a tensor of a place, or a stream."""
+
+    edits: Affine
+
+    def part(self, row: torch.Tensor, whole: Promise) -> Promise:
+        """A promise of a view of another."""
+        ...
+
+    def begin_edit(self) -> bool:
+        """Called before each edit that is to be noted; False if it can't be."""
+        ...
+
+    def keep(self) -> None:
+        """Makes the block wait for the value; the promise is an ordinary tensor then."""
+        ...
+
+
+def promise_in(memory: torch.Tensor, place: Promised, whole: Any = None) -> Promise:
+    """``memory`` is where the value is going to be."""
+    if type(memory) is Promise:
+        made = memory
+    else:
+        with _plain():
+            made = memory.as_subclass(Promise)
+    made.place, made.whole = place, whole
+    return made
+
+
+def fulfil(promise: torch.Tensor, value: torch.Tensor) -> None:
+    """From here on it is an ordinary tensor, with this value."""
+    release(promise)
+    promise.copy_(value.reshape(promise.shape))
+
+
+def release(promise: torch.Tensor) -> None:
+    promise.__class__ = torch.Tensor
+    promise.__dict__.clear()
+
+
+def _promises(value: Any) -> list[Promise]:
+    found: list[Promise] = []
+    map_tensors(value, lambda tensor: found.append(tensor) if type(tensor) is Promise else None)
+    return found
+
+
+# -- what can be noted ------------------------------------------------------------------------
+
+
+def _add(promise: Promise, other: Any, *, alpha: Any = 1) -> Any:
+    value, times = as_row(other, promise), number(alpha)
+    if value is None or times is None:
+        return NotImplemented
+    if not promise.place.begin_edit():
+        return NotImplemented
+    promise.place.edits.add(value, times)
+    return promise
+
+
+def _subtract(promise: Promise, other: Any, *, alpha: Any = 1) -> Any:
+    times = number(alpha)
+    return NotImplemented if times is None else _add(promise, other, alpha=-times)
+
+
+def _multiply(promise: Promise, other: Any) -> Any:
+    factor = number(other)
+    if not factor:  # of what is not finite, zero times it is not zero
+        return NotImplemented
+    if not promise.place.begin_edit():
+        return NotImplemented
+    promise.place.edits.multiply(factor)
+    return promise
+
+
+def _divide(promise: Promise, other: Any, **rounding: Any) -> Any:
+    divisor = number(other)
+    return NotImplemented if not divisor or rounding else _multiply(promise, 1 / divisor)
+
+
+def _set(promise: Promise, other: Any, *_: Any) -> Any:
+    if other is promise:
+        return promise
+    value = as_row(other, promise, any_device=True)
+    if value is None:
+        return NotImplemented
+    if not promise.place.begin_edit():
+        return NotImplemented
+    promise.place.edits.set(value)
+    return promise
+
+
+def _zero(promise: Promise) -> Any:
+    return _set(promise, 0.0)
+
+
+def _get_item(promise: Promise, index: Any) -> Any:
+    if _is_whole(index, promise.dim()):
+        return promise
+    if promise.dim() == 2 and type(index) is int and index in (0, -1):
+        with _plain():
+            row = torch.Tensor.__getitem__(promise, 0)
+        return promise.place.part(row, promise)
+    return NotImplemented
+
+
+def _set_item(promise: Promise, index: Any, value: Any) -> Any:
+    row = promise.dim() == 2 and type(index) is int and index in (0, -1)
+    if not row and not _is_whole(index, promise.dim()):
+        return NotImplemented
+    if isinstance(value, Promise) and value.place is promise.place:
+        return None
+    return NotImplemented if _set(promise, value) is NotImplemented else None
+
+
+def _is_whole(index: Any, dimensions: int) -> bool:
+    if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
+        return True
+    return dimensions == 2 and isinstance(index, slice) and index in (slice(-1, None), slice(0, None), slice(0, 1))
+
+
+_HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "add_": _add,
+    "__iadd__": _add,
+    "sub_": _subtract,
+    "__isub__": _subtract,
+    "mul_": _multiply,
+    "__imul__": _multiply,
+    "div_": _divide,
+    "__itruediv__": _divide,
+    "copy_": _set,
+    "fill_": _set,
+    "zero_": _zero,
+    "__getitem__": _get_item,
+    "__setitem__": _set_item,
+}
+_ABOUT = {"size", "dim", "numel", "nelement", "element_size", "is_floating_point", "stride", "is_contiguous", "__len__"}
+_ATTRIBUTES = {
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "requires_grad",
+    "_version",
+}
