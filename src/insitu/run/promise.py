@@ -60,11 +60,8 @@ class Promised(Protocol):
 
 def promise_in(memory: torch.Tensor, place: Promised, whole: Any = None) -> Promise:
     """``memory`` is where the value is going to be."""
-    if type(memory) is Promise:
-        made = memory
-    else:
-        with _plain():
-            made = memory.as_subclass(Promise)
+    memory.__class__ = Promise
+    made: Any = memory
     made.place, made.whole = place, whole
     return made
 
@@ -75,9 +72,11 @@ def fulfil(promise: torch.Tensor, value: torch.Tensor) -> None:
     promise.copy_(value.reshape(promise.shape))
 
 
-def release(promise: torch.Tensor) -> None:
+def release(promise: torch.Tensor) -> torch.Tensor:
+    """The same tensor, a promise no more."""
     promise.__class__ = torch.Tensor
     promise.__dict__.clear()
+    return promise
 
 
 def _promises(value: Any) -> list[Promise]:

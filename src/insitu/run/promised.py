@@ -184,5 +184,6 @@ class PromisedServed(Served):
                     release(view)
                 fulfil(target.promise, target.value_in(live, rows))
             else:
-                self.spare[target.key] = target.promise
+                self.spare[target.key] = release(target.promise)
+            del target.promise, target.visit  # or they would hold each other
         self.targets.clear()

@@ -20,7 +20,7 @@ class Snapshot:
         self.live = live
         self.total = total
         self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._streams: dict[tuple[int, float], tuple[torch.Tensor, ...]] = {}
+        self._streams: dict[tuple[int, float], tuple[torch.Tensor, ...] | None] = {}
 
     def row(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         rows = self._rows.get(id(tensor))
@@ -28,14 +28,15 @@ class Snapshot:
             rows = self._rows[id(tensor)] = tensor.clone().split(1)
         return rows[number].data  # unlike the row itself, with a version counter of its own
 
-    def stream(self, stream: Stream, number: int) -> torch.Tensor:
+    def stream(self, stream: Stream, number: int) -> torch.Tensor | None:
         """A row of the stream, where it is not just one tensor of the value."""
         key = (stream.count, stream.multiplier)
-        rows = self._streams.get(key)
-        if rows is None:
+        if key not in self._streams:
             first, *others = stream.parts(self.live)
-            rows = self._streams[key] = (sum(others, first) * stream.multiplier).clone().split(1)
-        return rows[number].data
+            direct = not others and stream.multiplier == 1
+            self._streams[key] = None if direct else (sum(others, first) * stream.multiplier).clone().split(1)
+        rows = self._streams[key]
+        return None if rows is None else rows[number].data
 
 
 class SharedServed(Served):
@@ -68,9 +69,7 @@ class SharedServed(Served):
         return self._made is not None
 
     def shared_stream(self, stream: Stream) -> torch.Tensor | None:
-        if self.is_made or len(stream.parts(self.live)) == 1 == stream.multiplier:
-            return None
-        return self._snapshot.stream(stream, self._number)
+        return None if self.is_made else self._snapshot.stream(stream, self._number)
 
     def replace(self, value: Any) -> None:
         _ = self.value
