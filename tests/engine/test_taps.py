@@ -128,7 +128,7 @@ def edit_then_look(model: Any, tracer: Any) -> Any:
         stream += 1.5
         if step > 2:
             seen.append(stream.norm())
-            stream /= stream.norm()
+            stream /= 2
         seen += [model.resid_post[2], model.logits]
     return seen
 

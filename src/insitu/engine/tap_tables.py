@@ -54,7 +54,7 @@ class Table:
     def __init__(self, rows: int, vectors: Vectors) -> None:
         device = vectors.memory.device
         self.vectors = vectors
-        self._empty = np.full((rows, PARTS + 1), -1, np.int32), np.tile(np.float32([1, 1, 0]), (rows, PARTS))
+        self._empty = np.full((rows, PARTS + 1), -1, np.int32), np.tile(np.array([1, 1, 0], np.float32), (rows, PARTS))
         self.slots, self.factors = (torch.from_numpy(each.copy()).to(device) for each in self._empty)
         self._now: list[tuple[Any, ...]] = []
 
@@ -106,7 +106,8 @@ class Table:
         first, second = tensors[0], tensors[-1]
         rows, width = first.shape
         block = min(1024, triton.next_power_of_2(width))
-        edit_and_copy[rows, triton.cdiv(width, block)](
+        kernel: Any = edit_and_copy
+        kernel[rows, triton.cdiv(width, block)](
             first, second, copies[0], copies[-1], self.slots, self.factors, self.vectors.memory,
             width, first.stride(0), second.stride(0), pair=len(tensors) > 1, block=block,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,9 @@ import torch
 
 from insitu.block import ArgumentError, Lost
 from insitu.run.block_run import BlockRun
+from insitu.run.home import FEW, Ahead, brought_together, tensors_within
 from insitu.run.memory import require_memory
 from insitu.run.served import rebuilt
-
-_FEW, _LARGE = 4, 2**20
 
 
 @dataclass
@@ -28,10 +27,16 @@ class Outcome:
     lost: Sequence[Lost] = ()
 
 
-def outcome_of(run: BlockRun, saves: dict[str, Any], bound: dict[str, Any], lost: Sequence[Lost] = ()) -> Outcome:
-    """The outcome of an ended run; values saved before an error come along with it."""
+def outcome_of(
+    run: BlockRun,
+    saves: dict[str, Any],
+    bound: dict[str, Any],
+    lost: Sequence[Lost] = (),
+    ahead: Ahead | None = None,
+) -> Outcome:
+    """The outcome of an ended run; values saved before an error come along with it. ``ahead``: what is on its way."""
     outcome = Outcome(bound=bound, error=run.error, lost=lost)
-    home = Home()
+    home = Home(ahead)
     try:
         outcome.saves = {name: home.bring(value, f"`{name}`") for name, value in saves.items()}
         outcome.returned = home.bring(run.returned, "what the block returned")
@@ -44,13 +49,14 @@ class Home:
     """Takes values out of the engine: their tensors on the CPU, outside inference mode, and owning just their
     memory. What several values share stays shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: Ahead | None = None) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}
+        self._ahead = ahead
 
     def bring(self, value: Any, what: str) -> Any:
         """Raises ``ArgumentError``, which speaks of ``what``, for a value that can't be."""
         try:
-            return self._ordinary(value) if any(map(_must_change, _tensors(value))) else value
+            return self._ordinary(value) if any(map(_must_change, tensors_within(value))) else value
         except RecursionError:
             raise ArgumentError(
                 f"{what} is nested too deeply to be brought home: keep its tensors in a flat list or dict"
@@ -59,12 +65,12 @@ class Home:
     def _ordinary(self, value: Any) -> Any:
         if id(value) in self._made:
             return self._made[id(value)][1]
-        if type(value) is list and (together := _brought_together(value)):
-            self._made.update((id(old), (old, new)) for old, new in zip(value, together, strict=True))
-            self._made[id(value)] = (value, together)
-            return together
+        if type(value) is list and len(value) >= FEW:
+            self._made.update(
+                (id(old), (old, new)) for old, new in brought_together(value) if id(old) not in self._made
+            )
         if type(value) in (list, dict):
-            made = type(value)()
+            made: Any = type(value)()
             self._made[id(value)] = (value, made)  # before its parts, one of which may be itself
             if isinstance(value, list):
                 made.extend(map(self._ordinary, value))
@@ -74,39 +80,12 @@ class Home:
         if isinstance(value, tuple):
             made = rebuilt(value, [self._ordinary(part) for part in value])
         elif isinstance(value, torch.Tensor):
-            made = _ordinary_tensor(value)
+            made = self._ahead.get(value) if self._ahead else None
+            made = _ordinary_tensor(value) if made is None else made
         else:
             return value
         self._made[id(value)] = (value, made)
         return made
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, dicts and tuples, however deep and whether or not they hold themselves."""
-    pending, seen = [value], set[int]()
-    while pending:
-        part = pending.pop()
-        if isinstance(part, torch.Tensor):
-            yield part
-        elif (type(part) in (list, dict) or isinstance(part, tuple)) and id(part) not in seen:
-            seen.add(id(part))
-            pending.extend(part.values() if isinstance(part, dict) else part)
-
-
-def _brought_together(values: list[Any]) -> list[torch.Tensor] | None:
-    """Many alike tensors of a device, such as one place's rows in each step, in one copy; None if they are not."""
-    if len(values) < _FEW or set(map(type, values)) != {torch.Tensor} or len(set(map(id, values))) < len(values):
-        return None
-    first = values[0]
-    if first.device.type == "cpu" or first.layout != torch.strided or first.nbytes > _LARGE or first.is_meta:
-        return None
-    kind = (first.shape, first.dtype, first.device)
-    if any((each.shape, each.dtype, each.device) != kind or each.requires_grad for each in values):
-        return None
-    for each in values:
-        require_memory(each, "a tensor to be brought home")
-    with torch.inference_mode(False):
-        return list(torch.unbind_copy(torch.stack(values).cpu()))
 
 
 def _must_change(tensor: torch.Tensor) -> bool:

@@ -75,7 +75,7 @@ def fulfil(promise: torch.Tensor, value: torch.Tensor) -> None:
 def release(promise: torch.Tensor) -> torch.Tensor:
     """The same tensor, a promise no more."""
     promise.__class__ = torch.Tensor
-    promise.__dict__.clear()
+    vars(promise).clear()
     return promise
 
 

@@ -83,6 +83,7 @@ class PromisedServed(Served):
         self._made: Any = None
         self._leaves = {}
         self.edited = False
+        self.touched = set()
         self.live = None
 
     # -- the block's side -----------------------------------------------------------------

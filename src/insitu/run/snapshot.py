@@ -52,6 +52,7 @@ class SharedServed(Served):
         self._leaves = {}
         self.live = snapshot.live
         self.edited = False
+        self.touched = set()
         self.what = what
 
     @property

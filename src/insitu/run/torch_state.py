@@ -72,17 +72,18 @@ class TorchState:
                 self._is_first = False
 
     def _run_in(self, now: tuple[Any, ...], step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        device, *outer = now
+        device, autocast, dtype, depth = now
         if not self._is_first:
             torch._C._set_grad_enabled(self._grad)
             self._restore(device)
         try:
             return step(*args)
         finally:
-            self._grad = torch.is_grad_enabled()
-            self._keep(device, *outer)
-            self._is_first = not self._grad and self._autocast is None and self._dtype is None and not self._modes
-            if self._grad:
+            untouched = not torch.is_grad_enabled() and torch.is_autocast_enabled(device) == autocast[0]
+            if not (self._is_first and untouched and _stack_depth() == depth and torch.get_default_dtype() is dtype):
+                self._grad = torch.is_grad_enabled()
+                self._keep(device, autocast, dtype, depth)
+                self._is_first = not self._grad and self._autocast is None and self._dtype is None and not self._modes
                 torch._C._set_grad_enabled(False)
 
     def _restore(self, device: str) -> None:
