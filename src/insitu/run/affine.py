@@ -50,16 +50,16 @@ class Affine:
             row.add_(self.bias)
 
 
-def as_row(value: Any, like: torch.Tensor, any_device: bool = False) -> torch.Tensor | float | None:
-    """``value`` if it can be added to a row as one vector or number; None if not."""
-    if (scalar := number(value)) is not None:
-        return scalar
-    if type(value) is not torch.Tensor or not value.is_floating_point() or value.requires_grad:
+def as_row(value: Any, width: int, device: torch.device | None) -> torch.Tensor | float | None:
+    """``value`` if it can be added to a row of ``width`` as one vector, on ``device`` if that is given, or as
+    one number; None if not."""
+    if type(value) is not torch.Tensor:
+        return number(value)
+    shape = value.shape
+    if not shape or len(shape) > 2 or shape[-1] != width or (len(shape) == 2 and shape[0] != 1):
         return None
-    if value.layout != torch.strided or value.is_meta or not (any_device or value.device == like.device):
-        return None
-    width = like.shape[-1]
-    return value if value.dim() in (1, like.dim()) and value.shape[-1] == width == value.numel() else None
+    plain = value.is_floating_point() and value.layout is torch.strided and not value.requires_grad
+    return value if plain and not value.is_meta and (device is None or value.device == device) else None
 
 
 def number(value: Any) -> float | None:

@@ -36,7 +36,8 @@ class Derived:
             self._part_versions = [part._version for part in parts]
         else:
             self._direct, self.value = False, known
-        self._version = self.value._version
+        # Of a promise, which may have become an ordinary tensor by then, only a comparison tells.
+        self._version = self.value._version if type(self.value) is torch.Tensor else None
 
     def _all_parts(self) -> list[torch.Tensor]:
         return self._parts() if callable(self._parts) else self._parts
@@ -65,7 +66,7 @@ class Derived:
 
     def settle(self) -> None:
         """Hands what was changed on to the parts."""
-        if self._direct or self.value._version == self._version:
+        if self._direct or type(self.value) is not torch.Tensor or self.value._version == self._version:
             return
         parts = self._all_parts()
         with torch.no_grad():

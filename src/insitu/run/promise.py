@@ -44,6 +44,8 @@ class Promised(Protocol):
     """What a promise stands for: a tensor of a place, or a stream."""
 
     edits: Affine
+    width: int
+    device: torch.device
 
     def part(self, row: torch.Tensor, whole: Promise) -> Promise:
         """A promise of a view of another."""
@@ -89,7 +91,7 @@ def _promises(value: Any) -> list[Promise]:
 
 
 def _add(promise: Promise, other: Any, *, alpha: Any = 1) -> Any:
-    value, times = as_row(other, promise), number(alpha)
+    value, times = as_row(other, promise.place.width, promise.place.device), number(alpha)
     if value is None or times is None:
         return NotImplemented
     if not promise.place.begin_edit():
@@ -121,7 +123,7 @@ def _divide(promise: Promise, other: Any, **rounding: Any) -> Any:
 def _set(promise: Promise, other: Any, *_: Any) -> Any:
     if other is promise:
         return promise
-    value = as_row(other, promise, any_device=True)
+    value = as_row(other, promise.place.width, None)
     if value is None:
         return NotImplemented
     if not promise.place.begin_edit():
@@ -135,9 +137,9 @@ def _zero(promise: Promise) -> Any:
 
 
 def _get_item(promise: Promise, index: Any) -> Any:
-    if _is_whole(index, promise.dim()):
+    if _is_whole(index, promise.whole):
         return promise
-    if promise.dim() == 2 and type(index) is int and index in (0, -1):
+    if promise.whole is None and type(index) is int and index in (0, -1):
         with _plain():
             row = torch.Tensor.__getitem__(promise, 0)
         return promise.place.part(row, promise)
@@ -145,18 +147,19 @@ def _get_item(promise: Promise, index: Any) -> Any:
 
 
 def _set_item(promise: Promise, index: Any, value: Any) -> Any:
-    row = promise.dim() == 2 and type(index) is int and index in (0, -1)
-    if not row and not _is_whole(index, promise.dim()):
+    row = promise.whole is None and type(index) is int and index in (0, -1)
+    if not row and not _is_whole(index, promise.whole):
         return NotImplemented
     if isinstance(value, Promise) and value.place is promise.place:
         return None
     return NotImplemented if _set(promise, value) is NotImplemented else None
 
 
-def _is_whole(index: Any, dimensions: int) -> bool:
+def _is_whole(index: Any, of: Promise | None) -> bool:
+    """Whether it means all of a promise, which is a view ``of`` another or else has one row."""
     if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return True
-    return dimensions == 2 and isinstance(index, slice) and index in (slice(-1, None), slice(0, None), slice(0, 1))
+    return of is None and isinstance(index, slice) and index in (slice(-1, None), slice(0, None), slice(0, 1))
 
 
 _HANDLERS: Mapping[str, Callable[..., Any]] = {

@@ -30,6 +30,7 @@ class Target:
         self.views: list[torch.Tensor] = []
         self.key = (part, stream is not None)
         like = visit.copies[part]
+        self.width, self.device = like.shape[-1], like.device
         memory = visit.spare.pop(self.key, None)
         if memory is None:
             memory = torch.empty((1, *like.shape[1:]), dtype=like.dtype, device=like.device)
