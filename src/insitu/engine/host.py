@@ -9,7 +9,6 @@ from typing import Any
 from insitu.block import RequestError
 from insitu.engine.job import Execution, Job
 from insitu.run import BlockRun, Interleaver, Outcome, outcome_of
-from insitu.run.home import Ahead
 from insitu.tree import RESULT
 
 
@@ -18,7 +17,6 @@ class _Live:
     run: BlockRun
     execution: Execution
     request: str
-    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Host:
                 self.interleaver.finish(live.run, result)
                 ran, about = live.execution, self.jobs[job]
                 lost = ran.lost(about.exports | about.shared) if live.run.error is None else []
-                outcomes[job].append(outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost, live.ahead))
+                outcomes[job].append(outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost))
             self._forget(job)
         return outcomes
 
@@ -138,15 +136,8 @@ class Host:
         )
 
     def ended(self, requests: Iterable[str]) -> frozenset[str]:
-        """Of these requests, those that end here: their block failed, or called ``tracer.stop()``.
-
-        What blocks that have ended saved is sent to the host now, while their requests go on.
-        """
-        live = [each for request in requests if (each := self._live.get(request))]
-        for each in live:
-            if each.run.done and each.ahead is None:
-                each.ahead = Ahead([each.execution.saved(), each.run.returned])
-        return frozenset(each.request for each in live if _over(each.run))
+        """Of these requests, those that end here: their block failed, or called ``tracer.stop()``."""
+        return frozenset(request for request in requests if (live := self._live.get(request)) and _over(live.run))
 
 
 def _bears_preemption(run: BlockRun) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from insitu.block import ArgumentError, Lost
 from insitu.run.block_run import BlockRun
-from insitu.run.home import FEW, Ahead, brought_together, tensors_within
+from insitu.run.home import FEW, brought_together, tensors_within
 from insitu.run.memory import require_memory
 from insitu.run.served import rebuilt
 
@@ -27,16 +27,10 @@ class Outcome:
     lost: Sequence[Lost] = ()
 
 
-def outcome_of(
-    run: BlockRun,
-    saves: dict[str, Any],
-    bound: dict[str, Any],
-    lost: Sequence[Lost] = (),
-    ahead: Ahead | None = None,
-) -> Outcome:
-    """The outcome of an ended run; values saved before an error come along with it. ``ahead``: what is on its way."""
+def outcome_of(run: BlockRun, saves: dict[str, Any], bound: dict[str, Any], lost: Sequence[Lost] = ()) -> Outcome:
+    """The outcome of an ended run; values saved before an error come along with it."""
     outcome = Outcome(bound=bound, error=run.error, lost=lost)
-    home = Home(ahead)
+    home = Home()
     try:
         outcome.saves = {name: home.bring(value, f"`{name}`") for name, value in saves.items()}
         outcome.returned = home.bring(run.returned, "what the block returned")
@@ -49,9 +43,8 @@ class Home:
     """Takes values out of the engine: their tensors on the CPU, outside inference mode, and owning just their
     memory. What several values share stays shared."""
 
-    def __init__(self, ahead: Ahead | None = None) -> None:
+    def __init__(self) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}
-        self._ahead = ahead
 
     def bring(self, value: Any, what: str) -> Any:
         """Raises ``ArgumentError``, which speaks of ``what``, for a value that can't be."""
@@ -80,8 +73,7 @@ class Home:
         if isinstance(value, tuple):
             made = rebuilt(value, [self._ordinary(part) for part in value])
         elif isinstance(value, torch.Tensor):
-            made = self._ahead.get(value) if self._ahead else None
-            made = _ordinary_tensor(value) if made is None else made
+            made = _ordinary_tensor(value)
         else:
             return value
         self._made[id(value)] = (value, made)
