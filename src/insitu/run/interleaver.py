@@ -328,8 +328,7 @@ class Interleaver:
         return live
 
     def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
-        """Where a forward is run twice: what blocks wrote here in the first."""
-        return live
+        return live  # where a forward is run twice, with what blocks wrote here in the first
 
     def _record(self, place: Place, live: Any) -> None:
         """After the blocks at this place were served: what is recorded is what the model goes on with."""
