@@ -326,3 +326,31 @@ def test_engines_with_other_taps_do_not_mix(tapped: Any, engines: Any, llama: An
             before = model.stats().tapped_steps
             assert_same(model.run(block(model), PROMPTS[0], **SETTINGS), wanted, "resid_post[1]")
             assert model.stats().tapped_steps - before == 5
+
+
+def test_an_edit_by_promise_counts_as_one(tapped: Any) -> None:
+    """Of a block that has edited, a preempted request can't just be computed again."""
+    taps = taps_of(tapped)
+    interleaver, before = taps.shown.__self__, taps.in_graph
+    taps.rows = 256
+    for tap in taps.taps.values():
+        tap.rows, tap.copies, tap.table = taps.rows, None, None
+    taps.in_graph = lambda tensor: not interleaver.calls.running
+    seen: list[tuple[bool, bool]] = []
+
+    def block(tracer: Any) -> None:
+        from insitu.tree import current
+
+        for step in tracer.iter[:]:
+            if step:
+                tapped.resid_post[1] += 1
+                promised = bool(interleaver._promised)
+                tapped.logits
+                seen.append((promised, current.get().edited))
+
+    try:
+        for _ in range(2):
+            tapped.run(block, PROMPTS[0], **SETTINGS)
+    finally:
+        taps.in_graph = before
+    assert seen[-4:] == [(True, True)] * 4

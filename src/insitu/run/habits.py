@@ -26,8 +26,15 @@ class Habits:
         self._known: dict[object, tuple[Habit, Habit]] = {}
 
     def of(self, run: BlockRun) -> Habit:
+        return self._both(run)[run.steps > 1]
+
+    def of_decoding(self, run: BlockRun) -> Habit:
+        """That of the steps after the prefill."""
+        return self._both(run)[True]
+
+    def _both(self, run: BlockRun) -> tuple[Habit, Habit]:
         if run.habits is None:
             if len(self._known) >= _KEPT:
                 self._known.pop(next(iter(self._known)))
             run.habits = self._known.setdefault(run.code, (Habit(), Habit()))
-        return run.habits[run.steps > 1]
+        return run.habits

@@ -99,8 +99,11 @@ class TappedInterleaver(Interleaver):
         waits = super().begin(runs)
         for run in runs:
             run.promise = None
+        edits = self._edits()
+        for run, _ in (each for written in edits.values() for each in written):
+            run.edited = True
         path = self._chosen() if waits else Path.TAPPED if self._promised else Path.PLAIN
-        if path is Path.TAPPED and not self._taps.fits(self._edits()):
+        if path is Path.TAPPED and not self._taps.fits(edits):
             path = Path.OPEN
         self.tapped, self.one_graph = path in (Path.TAPPED, Path.OPEN), path is not Path.OPEN
         if not self.tapped:
@@ -112,8 +115,10 @@ class TappedInterleaver(Interleaver):
 
     def _takes_promises(self, run: BlockRun) -> bool:
         """In its decode steps, a block that was seen to edit, and nothing that needs the values."""
-        habit = run.habits[True] if run.habits and run.started else None
-        known = habit is not None and habit.edits and not habit.needs_values and not habit.leaves_taps
+        if not run.started or run.done:
+            return False
+        habit = self._habits.of_decoding(run)
+        known = habit.edits and not habit.needs_values and not habit.leaves_taps
         return known and self.in_use and not run.names_source and not run.writes_unseen
 
     def _promise(self, run: BlockRun, place: Place) -> PromisedServed | None:
