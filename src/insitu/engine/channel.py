@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from insitu.block import ArgumentError, EngineError
 from insitu.engine.job import Job
-from insitu.engine.standin import ClientSide
 from insitu.run import Outcome
 from insitu.wire import Port, apply, changeable
+
+if TYPE_CHECKING:
+    from insitu.engine.standin import ClientSide
 
 
 class Call(msgspec.Struct, array_like=True):

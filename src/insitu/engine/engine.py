@@ -13,15 +13,14 @@ from vllm.lora.request import LoRARequest
 
 from insitu.block import ArgumentError, EngineError, Lost, RequestError
 from insitu.block.tracebacks import user_frame
-from insitu.engine.channel import Channel, Direct, Wired
+from insitu.engine.channel import Channel
 from insitu.engine.host import Stats
 from insitu.engine.job import BY_BLOCK, Job, tagged
-from insitu.engine.launch import free_engines, launch, needs_workers, shut_down
+from insitu.engine.launch import free_engines, shut_down
 from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.lora import require_applied
 from insitu.engine.prompts import Limits, as_prompt, require_room
 from insitu.engine.sampling import certain_length, check_sampling, sampling_params
-from insitu.engine.standin import ClientSide
 from insitu.run import Home, Names, Outcome
 from insitu.tree import Listing, Outline, Place
 
@@ -88,19 +87,6 @@ class Engine:
         self._failure: BaseException | None = None
         self._closed = False
         self._adapters: set[tuple[int, str]] = set()
-
-    @classmethod
-    def launch(
-        cls, repo: str, engine_args: Mapping[str, Any], taps: Sequence[str], model: Any, workers: bool | None
-    ) -> Engine:
-        """The engine of ``model``. ``workers``: whether it runs in worker processes; None: if it must."""
-        workers = needs_workers(engine_args) if workers is None else workers
-        llm = launch(repo, engine_args, taps, workers)
-        try:
-            return cls(llm, Wired(llm, ClientSide(model)) if workers else Direct(llm), model._owner)
-        except BaseException:
-            shut_down(llm)
-            raise
 
     @property
     def tokenizer(self) -> Any:

@@ -58,14 +58,28 @@ def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = (), 
         if not workers:
             ensure_expert_group()
         llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)})
-    config = llm.llm_engine.vllm_config.model_config
-    kind = "encoder-decoder" if config.is_encoder_decoder else config.runner_type
-    if kind != "generate":  # an encoder's part of the forward has rows of its own, which blocks are not shown yet
+    refusal = _refusal(repo, llm)
+    if refusal is not None:
         shut_down(llm)
-        del llm, config
+        del llm
         free_engines()
-        raise EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
+        raise refusal
     return llm
+
+
+def _refusal(repo: str, llm: LLM) -> EngineError | None:
+    """Of a kind of model that can't be traced, known once vLLM has read its config."""
+    config = llm.llm_engine.vllm_config
+    model = config.model_config
+    kind = "encoder-decoder" if model.is_encoder_decoder else model.runner_type
+    if kind != "generate":  # an encoder's part of the forward has rows of its own, which blocks are not shown yet
+        return EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
+    if config.parallel_config.tensor_parallel_size > 1 and model.using_transformers_backend():
+        return EngineError(
+            f"`{repo}` has no model class in vLLM, which runs transformers' own code for it; insitu traces such models "
+            f"on one rank only: leave tensor_parallel_size out"
+        )
+    return None
 
 
 def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any], taps: Sequence[str]) -> None:

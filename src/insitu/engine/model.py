@@ -157,7 +157,7 @@ class VLLM(ModelPlaces):
                 if self._closed:
                     raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
                 if self._engine is None:
-                    engine = _engine_class().launch(self._repo, self._engine_args, self._taps, self, self._workers)
+                    engine = _starter()(self._repo, self._engine_args, self._taps, self, self._workers)
                     if self._taps:
                         _check_taps(engine, self._lock)
                     self._engine = engine
@@ -260,16 +260,16 @@ class VLLM(ModelPlaces):
         return self._engine.outline.render()
 
 
-def _engine_class() -> type[Engine]:
+def _starter() -> Callable[..., Engine]:
     # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
     try:
-        from insitu.engine.engine import Engine
+        from insitu.engine.start import start
     except ModuleNotFoundError as error:
         raise EngineError(
             f"running a model needs vLLM, and here `{error.name}` is missing: pip install 'insitu[cpu]' for the "
             f"CPU build, 'insitu[cuda]' for NVIDIA GPUs"
         ) from error
-    return Engine
+    return start
 
 
 def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> CheckReport:
