@@ -67,6 +67,7 @@ class BlockRun:
         self._greenlet: greenlet | None = None
         self._served: Served | None = None
         self._derived: dict[str, Derived] = {}
+        self._older: list[Derived] = []
         self._patterns: list[tuple[str, torch.Tensor, int]] = []
         self.prompt: Sequence[int] | None = None
         self.drawn: list[tuple[torch.Tensor, int]] = []
@@ -177,7 +178,10 @@ class BlockRun:
             self.error = error
 
     def read(self, place: Place) -> Any:
-        return self._arrive(place).value
+        served = self._arrive(place)
+        for derived in (*self._older, *self._derived.values()):
+            derived.show()
+        return (self._served or served).value
 
     def write(self, place: Place, value: Any) -> None:
         served = self._arrive(place)
@@ -255,7 +259,8 @@ class BlockRun:
         stream = self._model.anatomy.stream(name, layer)
         served = self._arrive(stream.place)
         if name in self._derived and served.is_made and self._derived[name].stale:
-            self._derived.pop(name).settle()
+            self._older.append(self._derived.pop(name))
+            self._older[-1].show()
         if name not in self._derived:
             index = "" if layer is None else f"[{layer}]"
             known = served.shared_stream(stream)
@@ -265,8 +270,9 @@ class BlockRun:
         return self._derived[name]
 
     def _settle(self) -> None:
-        for derived in self._derived.values():
+        for derived in (*self._older, *self._derived.values()):
             derived.settle()
+        self._older.clear()
         self._derived.clear()
         patterns, self._patterns = self._patterns, []
         for what, pattern, version in patterns:

@@ -9,6 +9,7 @@ import torch
 
 from insitu.block import WriteError
 from insitu.run.memory import require_memory
+from insitu.run.promise import Promise
 
 Parts = list[torch.Tensor] | Callable[[], list[torch.Tensor]]
 
@@ -65,18 +66,35 @@ class Derived:
             self.value.copy_(new)
 
     def settle(self) -> None:
-        """Hands what was changed on to the parts."""
+        """Hands what was changed on to the parts. If the block has edited these too, under their own names, what
+        was added to the stream is added to them."""
         if self._direct or type(self.value) is not torch.Tensor or self.value._version == self._version:
             return
         parts = self._all_parts()
         with torch.no_grad():
             given = self._sum(parts) if self._given is None else self._given
             changed = (self.value != given).any(dim=-1)
-            first, *others = parts
-            written = self.value[changed] / self._multiplier
-            for other in others:
-                if other.shape == first.shape:
-                    other[changed] = 0
-                else:
-                    written = written - other
-            first[changed] = written
+            if self.stale:
+                parts[0][changed] += (self.value - given)[changed] / self._multiplier
+            else:
+                self._write(parts, changed)
+
+    def show(self) -> None:
+        """Settles, when the block is about to see the parts: from here on both it and they may be edited."""
+        if self._direct:
+            return
+        if isinstance(self.value, Promise):
+            self.value.place.keep()  # the parts are not there otherwise
+        self.settle()
+        self._given, self._version = self.value.clone(), self.value._version
+        self._part_versions = [part._version for part in self._all_parts()]
+
+    def _write(self, parts: list[torch.Tensor], changed: torch.Tensor) -> None:
+        first, *others = parts
+        written = self.value[changed] / self._multiplier
+        for other in others:
+            if other.shape == first.shape:
+                other[changed] = 0
+            else:
+                written = written - other
+        first[changed] = written
