@@ -81,6 +81,45 @@ def test_cycle_through_a_tuple() -> None:
     assert copy[0][0][0] is copy[0]
 
 
+OF_THE_MODULE: list[Any] = []
+
+
+def by_global(value: Any) -> None:
+    OF_THE_MODULE.append(value)
+
+
+def by_another_function(value: Any) -> None:
+    by_global(value)
+
+
+class Recorder:
+    def record(self, value: Any) -> None:
+        OF_THE_MODULE.append(value)
+
+
+@pytest.mark.parametrize("function", [by_global, by_another_function, Recorder().record, lambda: OF_THE_MODULE])
+def test_what_a_function_uses_is_not_copied(function: Any) -> None:
+    rest = [1]
+    copies = copied({"rows": OF_THE_MODULE, "record": function, "rest": rest, "both": (OF_THE_MODULE, rest)})
+    assert copies["rows"] is copies["both"][0] is OF_THE_MODULE
+    assert copies["rest"] is copies["both"][1] is not rest
+
+
+def test_what_a_closure_holds_is_not_copied_nor_what_is_in_it() -> None:
+    rows: list[Any] = []
+    tables: dict[str, Any] = {"rows": (rows,)}
+    late: list[Any]
+
+    def record(value: Any) -> None:
+        tables["rows"][0].append((value, late))
+
+    copies = copied({"rows": rows, "tables": tables, "record": record})
+    assert copies["rows"] is rows
+    assert copies["tables"] is tables
+    late = []
+    assert copied({"late": late, "record": record})["late"] is late
+
+
 @pytest.mark.parametrize("kind", [list, dict, set])
 def test_subclasses_and_other_objects_are_the_same_objects(kind: type) -> None:
     value = type("Sub", (kind,), {})()

@@ -171,6 +171,36 @@ def test_a_trace_from_another_thread(llama: Any) -> None:
     assert len(found) == 3
 
 
+def test_vllm_s_own_generate_in_another_thread_takes_turns_with_traces(llama: Any) -> None:
+    llm = llama.vllm_entrypoint
+    prompts = [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    wanted = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+    settings = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    with llama.trace("hello there", **settings) as tracer:
+        alone = tracer.result.save()
+    found: list[list[list[int]]] = []
+
+    def work() -> None:
+        for _ in range(4):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(20):
+        with llama.trace("hello there", **settings) as tracer:
+            steps = [].save()
+            for step in tracer.iter[:]:
+                steps.append(llama.resid_post[1].shape[0])
+            result = tracer.result.save()
+        assert steps == [len(alone.prompt_token_ids), 1, 1, 1, 1]
+        assert result.outputs[0].token_ids == alone.outputs[0].token_ids
+    thread.join()
+    assert found == [wanted] * 4
+    assert llama.in_flight() == 0
+
+
 @pytest.mark.slow
 def test_300_traces_leave_memory_flat(llama: Any) -> None:
     process = psutil.Process()

@@ -24,6 +24,12 @@ def held_by(name: str) -> str:
     return f"{lost}: write `{name}.save()` in the block"
 
 
+def deleted(name: str) -> str:
+    return (
+        f"`{name}` has no value any more when the block ends, so what this line saves is lost: leave `del {name}` out"
+    )
+
+
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -162,6 +168,27 @@ def lists_made_around_the_invokes(model: Any) -> None:
                 rows[i].append(model.logits)
 
 
+def name_that_is_deleted(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        x = model.logits.save()  # here
+        del x
+
+
+def name_of_an_except(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        try:
+            raise ValueError
+        except ValueError as error:
+            error.save()  # here
+
+
+def name_deleted_in_an_invoke(model: Any) -> None:
+    with model.trace(**GREEDY) as tracer:
+        with tracer.invoke(PROMPT):
+            x = model.logits.save()  # here
+            del x
+
+
 LOST: dict[Callable[[Any], None], str] = {
     comprehension: held_by("c"),
     entry_of_a_dict: held_by("d"),
@@ -182,6 +209,9 @@ LOST: dict[Callable[[Any], None], str] = {
     in_invokes: held_by("c"),
     list_around_the_invokes: held_by("rows"),
     lists_made_around_the_invokes: held_by("rows"),
+    name_that_is_deleted: deleted("x"),
+    name_of_an_except: deleted("error"),
+    name_deleted_in_an_invoke: deleted("x"),
 }
 
 
@@ -367,6 +397,73 @@ def _tensors(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _tensors(part)
+
+
+OF_THE_MODULE: list[Any] = []
+
+
+def record(value: Any) -> None:
+    OF_THE_MODULE.append(value)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_list_that_a_helper_appends_to_is_the_block_s_own(llama: Any, saved: bool) -> None:
+    global OF_THE_MODULE
+    OF_THE_MODULE = []
+    rows: list[Any] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with llama.trace(PROMPT, **GREEDY):
+            (lambda: rows.append("inner"))()
+            append = rows.append
+            record(len(rows))
+            OF_THE_MODULE.append("block")
+            sizes = (len(rows), len(OF_THE_MODULE)).save()
+            rows.save()
+            if saved:
+                OF_THE_MODULE.save()
+    assert [str(one.message) for one in caught] == []
+    assert sizes == (1, 2)
+    assert OF_THE_MODULE == [1, "block"]
+
+
+def test_a_closure_s_list_is_the_block_s_own_in_invokes_too(llama: Any) -> None:
+    rows: list[Any] = []
+
+    def keep(value: Any) -> None:
+        rows.append(value)
+
+    with llama.trace(**GREEDY) as tracer:
+        for i in range(2):
+            with tracer.invoke(PROMPT):
+                keep(i)
+                rows.append(llama.samples.item())
+        rows.save()
+    assert rows[:2] == [0, 1]  # both invokes run until they wait for what is drawn
+    assert len(rows) == 4
+
+
+APART = (
+    "the caller's `rows` was changed while the block ran, by a function that it calls, say, but the block has a copy "
+    "of its own, which does not show that; {}. Hand `rows` to the function as an argument"
+)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_list_changed_behind_the_block_is_told(llama: Any, saved: bool) -> None:
+    keeper = Keeper()
+    rows = keeper.kept
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with llama.trace(PROMPT, **GREEDY):
+            keeper.add(1)
+            rows.append(2)
+            if saved:
+                rows.save()
+    done = "the saved copy takes its place, so that change is lost" if saved else "the copy is as it was"
+    assert [str(one.message) for one in caught] == [APART.format(done)]
+    assert rows == ([2] if saved else [1])
+    assert keeper.kept == [1]
 
 
 def test_a_changed_list_of_the_caller_is_told_once(llama: Any) -> None:

@@ -18,6 +18,7 @@ from tests.engine.helpers import own_engine
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"temperature": 0.0, "max_tokens": 1}
+LONGER = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 Cases = dict[Callable[[Any], Any], tuple[type[BaseException], str]]
 
@@ -290,6 +291,7 @@ HALF = (
     "replace it: text.encode(errors='replace').decode()"
 )
 KEYS = "a prompt dictionary has `prompt`, `prompt_token_ids` or `input_ids`; this one has"
+MESSAGE = "each message of a chat has 'role' and 'content', such as {'role': 'user', 'content': 'Hello'}; one has"
 EMPTY = "the prompt is empty: give at least one token"
 PROMPTS: list[tuple[Any, str]] = [
     ("", EMPTY),
@@ -306,7 +308,9 @@ PROMPTS: list[tuple[Any, str]] = [
     ({1: 2, "x": 3}, f"{KEYS} 1, x"),
     ({"prompt": 3}, f"{KEYS} prompt"),
     ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 entries for 2 token ids"),
-    ([{"role": "user"}], "a chat is a list of {'role', 'content'}; one message has role"),
+    ([{"role": "user"}], f"{MESSAGE} role"),
+    ({"role": "user"}, f"{MESSAGE} role"),
+    ([{"content": "Hello"}], f"{MESSAGE} content"),
     ([-1], "token id -1 is not in the vocabulary of 491"),
     ([10**9], "token id 1000000000 is not in the vocabulary of 491"),
 ]
@@ -374,6 +378,86 @@ def module_that_is_not_there_from_the_end(model: Any) -> None:
         model.model.layers[-5].output  # here
 
 
+def slice_of_layers(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        model.resid_post[1:3]  # here
+
+
+def slice_of_layers_written(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        model.resid_post[::2] = 0  # here
+
+
+def layer_by_its_name(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        model.q["1"]  # here
+
+
+def index_forgotten(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        hidden = model.q.save()  # here
+
+
+def index_forgotten_in_a_helper(model: Any) -> None:
+    def keep(value: Any) -> Any:
+        return insitu.save(value)  # here
+
+    with model.trace(PROMPT, **GREEDY):
+        hidden = keep(model.resid_post)
+
+
+def module_saved(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        layer = model.model.layers[1].save()  # here
+
+
+def operation_saved(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):
+        found = model.model.layers[1].source.self_self_attn_0.save()  # here
+
+
+def ids_out_of_the_vocabulary(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY) as tracer:
+        model.samples[:] = 10**7
+        tracer.result  # here
+
+
+def ids_out_of_the_vocabulary_at_the_end(model: Any) -> None:
+    with model.trace(PROMPT, **GREEDY):  # here
+        model.samples = torch.tensor([-5])
+
+
+def loop_after_a_break(model: Any) -> None:
+    with model.trace(PROMPT, **LONGER) as tracer:
+        for step in tracer.iter[:]:
+            if step == 2:
+                break
+        for step in tracer.iter[:]:  # here
+            pass
+
+
+def loop_in_a_loop(model: Any) -> None:
+    with model.trace(PROMPT, **LONGER) as tracer:
+        for step in tracer.iter[:]:  # here
+            for inner in tracer.iter[step:]:
+                pass
+
+
+def loop_after_stop(model: Any) -> None:
+    with model.trace(PROMPT, **LONGER) as tracer:
+        for step in tracer.iter[:]:
+            if step == 1:
+                tracer.stop()
+        for step in tracer.iter[:]:  # here
+            pass
+
+
+def step_in_a_block(model: Any) -> None:
+    engine = model.vllm_entrypoint.llm_engine
+    with model.trace(PROMPT, **GREEDY):
+        engine.step()  # here
+
+
 def steps_backwards(model: Any) -> None:
     with model.trace(PROMPT, **GREEDY) as tracer:
         for step in tracer.iter[::-1]:  # here
@@ -393,6 +477,10 @@ def bytes_of(tensor: str, needed: int, there: int = 0) -> str:
     )
 
 
+ENGINE_IN_BLOCK = (
+    "an engine can't be run from inside a block, which waits for a step of it: call `generate` and the like before the "
+    "`with` or after it, or give each prompt an invoke of its own"
+)
 MLP = "model.layers.0.mlp.output"
 OF_VALUES: Cases = {
     storage_taken_away: (insitu.WriteError, bytes_of(MLP, 2048)),
@@ -415,12 +503,76 @@ OF_VALUES: Cases = {
     ),
     layer_that_is_not_there: (IndexError, "model.resid_post has 4 layers, 0 to 3; got 4"),
     module_that_is_not_there_from_the_end: (IndexError, "`model.layers` has 4 modules, 0 to 3; got -5"),
+    slice_of_layers: (
+        insitu.ArgumentError,
+        "`model.resid_post[i]` is one layer's, i its number; got the slice [1:3]. For several, in order: "
+        "`[model.resid_post[i] for i in range(1, 3)]`",
+    ),
+    slice_of_layers_written: (
+        insitu.ArgumentError,
+        "`model.resid_post[i]` is one layer's, i its number; got the slice [::2]. For several, in order: "
+        "`[model.resid_post[i] for i in range(0, 4, 2)]`",
+    ),
+    layer_by_its_name: (
+        insitu.ArgumentError,
+        "`model.q[i]` is one layer's, i its number; got str '1'. For several, in order: "
+        "`[model.q[i] for i in range(...)]`",
+    ),
+    index_forgotten: (
+        insitu.ArgumentError,
+        "an index is missing: `model.q[i].save()` saves what it is at layer i",
+    ),
+    index_forgotten_in_a_helper: (
+        insitu.ArgumentError,
+        "an index is missing: `model.resid_post[i].save()` saves what it is at layer i",
+    ),
+    module_saved: (
+        insitu.ArgumentError,
+        "`model.layers.1` is a module or operation and no value: save `model.layers.1.output` or "
+        "`model.layers.1.input`",
+    ),
+    operation_saved: (
+        insitu.ArgumentError,
+        "`model.layers.1.source.self_self_attn_0` is a module or operation and no value: save "
+        "`model.layers.1.source.self_self_attn_0.output` or `model.layers.1.source.self_self_attn_0.input`",
+    ),
+    ids_out_of_the_vocabulary: (insitu.WriteError, "model.samples takes token ids, 0 to 490; got 10000000"),
+    ids_out_of_the_vocabulary_at_the_end: (insitu.WriteError, "model.samples takes token ids, 0 to 490; got -5"),
+    loop_after_a_break: (
+        insitu.OutOfOrderError,
+        "step 0 has gone by: the block is in step 2. No step comes twice: do all that it is for in one loop, or go on "
+        "with `tracer.iter[3:]`",
+    ),
+    loop_in_a_loop: (
+        insitu.OutOfOrderError,
+        "step 1 has gone by: the block is in step 4. No step comes twice: do all that it is for in one loop",
+    ),
+    loop_after_stop: (
+        insitu.OutOfOrderError,
+        "step 0 has gone by: the block is in step 2. No step comes twice: do all that it is for in one loop",
+    ),
+    step_in_a_block: (insitu.ArgumentError, ENGINE_IN_BLOCK),
     steps_backwards: (
         insitu.ArgumentError,
         "steps go forwards: the step of the slice must be at least 1; got -1",
     ),
     steps_out_of_order: (insitu.ArgumentError, "steps go forwards: give the list in rising order; got [2, 1]"),
 }
+
+
+@pytest.mark.parametrize("form", ["generate", "chat", "enqueue"])
+def test_the_engine_can_t_be_run_in_a_block(llama: Any, form: str) -> None:
+    given = [[{"role": "user", "content": "Hello"}]] if form == "chat" else [{"prompt_token_ids": PROMPT}] * 2
+    settings = {"chat_template": "{{ messages[0].content }}"} if form == "chat" else {}
+    call = getattr(llama.vllm_entrypoint, form)
+    with pytest.raises(insitu.ArgumentError) as caught:
+        with llama.trace(PROMPT, **GREEDY):
+            llama.resid_post[0]
+            call(given, use_tqdm=False, **settings)
+    assert str(caught.value) == ENGINE_IN_BLOCK
+    assert not llama.vllm_entrypoint.llm_engine.has_unfinished_requests()
+    (output,) = llama.vllm_entrypoint.generate([{"prompt_token_ids": PROMPT}], use_tqdm=False)
+    assert output.finished
 
 
 @pytest.mark.parametrize("block", OF_VALUES, ids=lambda block: block.__name__)

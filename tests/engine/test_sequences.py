@@ -48,6 +48,15 @@ def test_each_sequence_has_its_own_values_and_edits(llama: Any) -> None:
         assert_close(torch.stack(logits[i]), wanted, f"sequence {i}")
 
 
+def test_each_completion_has_the_saves_of_its_sequence(llama: Any) -> None:
+    with llama.trace(PROMPT, n=3, temperature=1.0, seed=11, max_tokens=2, ignore_eos=True) as tracer:
+        drawn = llama.samples.item().save()
+        result = tracer.result.save()
+    assert [[(completion.token_ids[0], completion.saves) for completion in output.outputs] for output in result] == [
+        [(token, {"drawn": token}) for token in drawn]
+    ] * 3
+
+
 def test_a_function_of_several_sequences(llama: Any) -> None:
     found = llama.run(lambda tracer: llama.samples.item(), PROMPT, n=2, temperature=1.0, seed=3, max_tokens=2)
     assert len(found) == 2

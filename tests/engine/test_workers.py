@@ -100,6 +100,39 @@ def test_function_form_changes_what_it_closes_over(model: Any) -> None:
     assert len(rows) == 2
 
 
+OF_THE_MODULE: list[Any] = []
+
+
+def record(value: Any) -> None:
+    OF_THE_MODULE.append(value)
+
+
+def test_a_list_that_a_helper_appends_to_is_the_block_s_own(model: Any) -> None:
+    rows: list[Any] = []
+
+    def keep(value: Any) -> None:
+        rows.append(value)
+
+    with model.trace(PROMPT, **GREEDY):
+        keep("helper")
+        rows.append("block")
+        record("helper")
+        OF_THE_MODULE.append("block")
+        sizes = (len(rows), len(OF_THE_MODULE)).save()
+        rows.save()
+    assert sizes == (2, 2)
+    assert rows == OF_THE_MODULE == ["helper", "block"]
+
+
+def test_each_completion_has_the_saves_of_its_sequence(model: Any) -> None:
+    with model.trace(PROMPT, n=3, temperature=1.0, seed=11, max_tokens=2, ignore_eos=True) as tracer:
+        drawn = model.samples.item().save()
+        result = tracer.result.save()
+    for output in result:
+        found = [(completion.token_ids[0], completion.saves) for completion in output.outputs]
+        assert found == [(token, {"drawn": token}) for token in drawn]
+
+
 def test_what_can_t_travel_is_named(model: Any) -> None:
     lock = threading.Lock()
     with pytest.raises(insitu.ArgumentError, match=r"`lock` \(lock\) can't travel to the engine's worker process"):

@@ -337,7 +337,7 @@ def test_samples_are_written_and_checked(packed: Packed, token: int) -> None:
         session_for("").write(SAMPLES, torch.tensor([token]))
         read(RESULT)
 
-    text = rf"model.samples: {token} is out of range, ids and positions are 0 to {VOCAB - 1}"
+    text = f"model.samples takes token ids, 0 to {VOCAB - 1}; got {token}"
     with pytest.raises(WriteError, match=text):
         packed.alone(rows(1), bad)
 

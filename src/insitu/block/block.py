@@ -101,7 +101,11 @@ class Block:
         """What a run of it saved and what comes home under none of the names `home`."""
         found = saves.lost(namespace, home)
         within = saved_within(self.tree) if found else frozenset()
-        return [each for each in found if each.holder or each.filename != self.filename or each.lineno not in within]
+        return [
+            each
+            for each in found
+            if each.holder or each.deleted or each.filename != self.filename or each.lineno not in within
+        ]
 
     def _digest(self) -> str:
         parts = (

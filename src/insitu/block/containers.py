@@ -1,7 +1,8 @@
 """Lists, dicts and sets that a block takes from its caller: copied on the way in, compared afterwards.
 
 A name that was not saved keeps what it had before, so a block works on copies. Only the containers are
-copied; tensors, models and other objects in them are the same ones.
+copied; tensors, models and other objects in them are the same ones. A container that a function of the block
+uses too, by a name of its own, is not copied: both have to mean the same one.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import ArgumentError
+from .reached import reached
 
 __all__ = ["changed", "copied"]
+
+_KINDS = (list, dict, set, tuple)
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with every list, dict and set in them copied, at any depth; what was shared stays shared.
 
+    Those that functions among `values` use are left as they are.
+
     Raises `ArgumentError` for a value nested more deeply than Python can go.
     """
-    memo: dict[int, Any] = {}
+    memo = reached(values.values()) if any(type(value) in _KINDS for value in values.values()) else {}
     copies: dict[str, Any] = {}
     for name, value in values.items():
         try:
@@ -50,7 +56,7 @@ def _differs(original: Any, copy: Any) -> bool:
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
-    if kind not in (list, dict, set, tuple):
+    if kind not in _KINDS:
         return value
     if id(value) in memo:
         return memo[id(value)]
@@ -75,7 +81,7 @@ def _same(original: Any, copy: Any, seen: set[tuple[int, int]]) -> bool:
     if original is copy:
         return True
     kind = type(original)
-    if kind is not type(copy) or kind not in (list, dict, set, tuple) or len(original) != len(copy):
+    if kind is not type(copy) or kind not in _KINDS or len(original) != len(copy):
         return False
     pair = (id(original), id(copy))
     if pair in seen:

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 from .tracebacks import is_library_file
 
-__all__ = ["Lost", "Unnamed"]
+__all__ = ["Line", "Lost", "Unnamed", "line_of"]
 
+
+Line = tuple[str, int]
+"""A file and the number of a line in it."""
 
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
@@ -23,9 +26,16 @@ class Lost(NamedTuple):
     lineno: int
     holder: str | None
     """Name of a list or the like that holds it, but is not saved."""
+    deleted: str | None = None
+    """The name that it was saved under, if that has no value when the block ends."""
 
     @property
     def message(self) -> str:
+        if self.deleted is not None:
+            return (
+                f"`{self.deleted}` has no value any more when the block ends, so what this line saves is lost: "
+                f"leave `del {self.deleted}` out"
+            )
         if self.holder is None:
             return (
                 "no name of the block holds what this line saves when the block ends, so it is lost: give it one, "
@@ -41,19 +51,18 @@ class Unnamed:
     """Values saved without a name, by the lines that saved them. Keeps none alive that can be held weakly."""
 
     def __init__(self) -> None:
-        self._by_line: dict[tuple[str, int], list[weakref.ref[Any] | list[Any]]] = {}
+        self._by_line: dict[Line, list[weakref.ref[Any] | list[Any]]] = {}
 
     def add(self, value: object, frame: FrameType | None) -> None:
         """Note that the code of `frame`, or of the user's that called it, saves `value`."""
-        while frame is not None and is_library_file(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is None:
+        line = line_of(frame)
+        if line is None:
             return
         try:
             held: weakref.ref[Any] | list[Any] = weakref.ref(value)
         except TypeError:
             held = [value]
-        self._by_line.setdefault((frame.f_code.co_filename, frame.f_lineno), []).append(held)
+        self._by_line.setdefault(line, []).append(held)
 
     def lost(self, namespace: Mapping[str, Any], home: Iterable[str]) -> list[Lost]:
         """Of which lines nothing is in what the names `home` hold, nor anywhere but in names of the block.
@@ -79,6 +88,13 @@ class Unnamed:
             holder = next((holders[key] for key in there if key in holders), None)
             if holder is not None or not any(_is_held_elsewhere(held) for held in values):
                 yield Lost(filename, lineno, holder)
+
+
+def line_of(frame: FrameType | None) -> Line | None:
+    """The line of the user's that `frame`, or what called it, is at."""
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _identity(held: weakref.ref[Any] | list[Any]) -> int:

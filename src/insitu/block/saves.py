@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from .errors import ArgumentError, OutsideTraceError
-from .lost import Lost, Unnamed
+from .lost import Line, Lost, Unnamed, line_of
 
 __all__ = ["SAVE_NAME", "Saves", "current_saves", "save"]
 
@@ -59,7 +59,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._marked = _Objects()
-        self._named: dict[str, None] = {}
+        self._named: dict[str, Line | None] = {}
         self._unnamed = Unnamed()
 
     @property
@@ -79,10 +79,15 @@ class Saves:
         return value.save() if _has_own_save(value) else self.keep(value, *names, frame=sys._getframe(1))
 
     def keep(self, value: Any, *names: str, frame: FrameType | None = None) -> Any:
-        """Save a value, under names or as the object that it is; returns it. `frame`: the code that asks for it."""
+        """Save a value, under names or as the object that it is; returns it. `frame`: the code that asks for it.
+
+        Raises `ArgumentError` for what only stands for values, which says so in a method `_unsavable`.
+        """
+        if (why := getattr(type(value), "_unsavable", None)) is not None:
+            raise ArgumentError(why(value))
         self._marked.add(value, names)
         if names:
-            self._named.update(dict.fromkeys(names))
+            self._named.update(dict.fromkeys(names, line_of(frame)))
         else:
             self._unnamed.add(value, frame)
         return value
@@ -101,7 +106,8 @@ class Saves:
 
     def lost(self, namespace: Mapping[str, Any], home: Iterable[str]) -> list[Lost]:
         """Lines that saved a value which comes home under none of the names `home`."""
-        return self._unnamed.lost(namespace, home)
+        gone = [(name, line) for name, line in self._named.items() if line and name not in namespace]
+        return [*self._unnamed.lost(namespace, home), *(Lost(*line, None, name) for name, line in gone)]
 
     def _is_marked(self, value: object) -> bool:
         return value in self._marked and not isinstance(value, _SCALARS)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
@@ -58,6 +58,13 @@ class Result:
             return self.outcomes[0].saves
         names = dict.fromkeys(name for outcome in self.outcomes for name in outcome.saves)
         return {name: [outcome.saves.get(name) for outcome in self.outcomes] for name in names}
+
+    def share(self) -> None:
+        """Gives each completion the saves of its own sequence, also where a block has saved the output."""
+        saved = (value for outcome in self.outcomes for value in outcome.saves.values())
+        for output in (self.output, *(value for value in saved if isinstance(value, RequestOutput))):
+            for completion, outcome in zip(output.outputs, self.outcomes, strict=False):
+                vars(completion)["saves"] = _without_outputs(outcome.saves)
 
     def bound(self, name: str) -> dict[str, Any]:
         """The name with what the block bound to it, saved or not, if it was asked to export it."""
@@ -150,6 +157,11 @@ class Engine:
 
     def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
         """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""
+        self._require_alive()
+        with self._loop.turn:
+            return self._run(work)
+
+    def _run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
         results: dict[str, Result] = {}
 
         def finished(outputs: Mapping[str, Any]) -> None:
@@ -158,7 +170,9 @@ class Engine:
                     if completion.stop_reason == BY_BLOCK:
                         completion.finish_reason = "stop"
             outcomes = self._channel.call("insitu_collect", dict(outputs), jobs=list(outputs))
-            results.update((job, Result(outcomes[job], output)) for job, output in outputs.items())
+            for job, output in outputs.items():
+                results[job] = Result(outcomes[job], output)
+                results[job].share()
 
         for prepared, job in work:
             job.length = certain_length(prepared.params)
@@ -202,6 +216,11 @@ class Engine:
         shut_down(self.llm)
         del self.llm, self._loop, self._channel
         free_engines()
+
+
+def _without_outputs(saves: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the output itself, which would then hold itself."""
+    return {name: value for name, value in saves.items() if not isinstance(value, RequestOutput)}
 
 
 def _limits(config: VllmConfig) -> Limits:

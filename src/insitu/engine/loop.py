@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from insitu.block import ArgumentError
 from insitu.tree import current
 
 
@@ -31,15 +32,21 @@ class EngineLoop:
 
     Outputs of requests that are not ours (added through ``vllm_entrypoint`` before) are kept, and
     handed to whoever steps the engine next: nothing of anybody else's is lost.
+
+    The engine is for one thread, and so is a block once it runs: whoever holds ``turn`` has the engine for
+    itself, and other threads that add requests or step wait.
     """
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
         self._kept: list[Any] = []
+        self.turn = threading.RLock()
         self._step: Callable[[], list[Any]] = self._engine.step
         self._unfinished: Callable[[], bool] = self._engine.has_unfinished_requests
+        self._add: Callable[..., Any] = self._engine.add_request
         self._engine.step = self._step_for_others
+        self._engine.add_request = self._add_in_turn
         self._engine.has_unfinished_requests = lambda: bool(self._kept) or self._unfinished()
 
     def run(self, requests: Sequence[Request], finished: Callable[[Mapping[str, Any]], None]) -> None:
@@ -86,8 +93,23 @@ class EngineLoop:
         return name.rpartition("-")[0] or name
 
     def _step_for_others(self) -> list[Any]:
-        kept, self._kept = self._kept, []
-        return kept + self._step() if self._unfinished() else kept
+        _refuse_in_block()
+        with self.turn:
+            kept, self._kept = self._kept, []
+            return kept + self._step() if self._unfinished() else kept
+
+    def _add_in_turn(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_in_block()
+        with self.turn:
+            return self._add(*args, **kwargs)
+
+
+def _refuse_in_block() -> None:
+    if current.get() is not None:
+        raise ArgumentError(
+            "an engine can't be run from inside a block, which waits for a step of it: call `generate` and the like "
+            "before the `with` or after it, or give each prompt an invoke of its own"
+        )
 
 
 @contextmanager

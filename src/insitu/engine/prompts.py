@@ -69,7 +69,7 @@ def are_several(prompt: Any) -> bool:
         return False
     first = prompt[0]
     if isinstance(first, Mapping):
-        return not {"role", "content"} <= first.keys()
+        return first.keys().isdisjoint({"role", "content"})
     return not isinstance(first, int)
 
 
@@ -89,7 +89,7 @@ def _from_mapping(prompt: Mapping[str, Any], tokenizer: Callable[[], Any], limit
         return _checked({**own, "prompt_token_ids": _ids(own["prompt_token_ids"])}, limits)
     if isinstance(own.get("prompt"), str):
         return _checked({**own, "prompt_token_ids": _encoded(own["prompt"], tokenizer)}, limits)
-    if {"role", "content"} <= own.keys():
+    if not own.keys().isdisjoint({"role", "content"}):
         return as_prompt([own], tokenizer, limits)
     raise PromptError(f"a prompt dictionary has `prompt`, `prompt_token_ids` or `input_ids`; this one has {_keys(own)}")
 
@@ -118,7 +118,10 @@ def _require_text(text: str) -> None:
 def _chat_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Callable[[], Any]) -> list[int]:
     for message in chat:
         if not {"role", "content"} <= message.keys():
-            raise PromptError(f"a chat is a list of {{'role', 'content'}}; one message has {_keys(message)}")
+            raise PromptError(
+                f"each message of a chat has 'role' and 'content', such as {{'role': 'user', 'content': 'Hello'}}; "
+                f"one has {_keys(message)}"
+            )
         if isinstance(message["content"], str):
             _require_text(message["content"])
     if not getattr(tokenizer(), "chat_template", None):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
-from insitu.block import ArgumentError, CapturedBody, NotReachedError, Site, current_saves
+from insitu.block import ArgumentError, CapturedBody, NotReachedError, OutOfOrderError, Site, current_saves
 from insitu.tree import Session, session_for
 
 StepIndex = int | slice | Iterable[int]
@@ -33,7 +33,7 @@ class StepLoop(CapturedBody):
         session = session_for("`tracer.iter`")
         steps, bounded = self._steps(session)
         for step in steps:
-            if not session.go_to(step):
+            if not _go_to(session, step):
                 if bounded:
                     raise NotReachedError(
                         f"`tracer.iter` was to reach step {step}, but the request ended after {session.seen} "
@@ -72,6 +72,14 @@ class StepLoop(CapturedBody):
         if steps != sorted(set(steps)):
             raise ArgumentError(f"steps go forwards: give the list in rising order; got {steps}")
         return steps, True
+
+
+def _go_to(session: Session, step: int) -> bool:
+    try:
+        return session.go_to(step)
+    except OutOfOrderError as error:
+        on = f", or go on with `tracer.iter[{session.step + 1}:]`" if session.step < session.seen else ""
+        raise OutOfOrderError(f"{error}. No step comes twice: do all that it is for in one loop{on}") from None
 
 
 def _position(step: int, session: Session) -> int:

@@ -162,15 +162,16 @@ class Trace(CapturedBody):
             return self._run_one(site) if self._prepared else self._run_invokes(site)
 
     def _run_one(self, site: Site) -> BaseException | None:
-        given, values = _captured(site)
+        given, values, before = _captured(site)
         job = Job(_new_id(), site.block, values, site.scope.module_name)
         (result,) = self._engine.run([(self._prepared[0], job)])
+        apart = site.scope.changed_unsaved(given, before)
         site.scope.bind(result.saves)
-        _warn_of_unsaved(site, given, values, result.saves, result.lost)
+        _warn_of_unsaved(site, given, values, result.saves, result.lost, apart)
         return result.error
 
     def _run_invokes(self, site: Site) -> BaseException | None:
-        given, values = _captured(site)
+        given, values, before = _captured(site)
         saves, self._invocations, self._invokes = Saves(), [], []
         namespace = site.block.namespace(values, saves, site.scope.module_name)
         try:
@@ -189,9 +190,11 @@ class Trace(CapturedBody):
         own = saves.collect(namespace, site.block.binds)
         lost = site.block.lost(saves, namespace, own)
         saved = {**merged_saves(invocations), **self._engine.bring_home(own)}
+        apart = site.scope.changed_unsaved(given, before)
         site.scope.bind(saved)
         results = [one.result for one in invocations if one.result is not None]
-        _warn_of_unsaved(site, given, values, saved, [*lost, *(each for result in results for each in result.lost)])
+        lost += [each for result in results for each in result.lost]
+        _warn_of_unsaved(site, given, values, saved, lost, apart)
         return merged_error(results)
 
     def _opened_invokes(self) -> list[Invocation]:
@@ -257,10 +260,10 @@ class Invoke(CapturedBody):
         return None
 
 
-def _captured(site: Site) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the block needs of its caller, and the copies of it that the block may change."""
+def _captured(site: Site) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What the block needs of its caller, the copies of it that the block may change, and others that nobody does."""
     given = site.scope.values(site.block.reads)
-    return given, site.scope.copied(given)
+    return given, site.scope.copied(given), site.scope.copied(given)
 
 
 def _refuse_in_block(what: str, which: str) -> None:
@@ -279,10 +282,25 @@ def _new_id() -> str:
 
 
 def _warn_of_unsaved(
-    site: Site, given: Mapping[str, Any], values: Mapping[str, Any], saved: Mapping[str, Any], lost: Sequence[Lost]
+    site: Site,
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    lost: Sequence[Lost],
+    apart: Sequence[str],
 ) -> None:
+    """``apart``: names of what has changed in the caller itself."""
     block: Block = site.block
-    changed = site.scope.changed_unsaved(given, values, saved)
+    changed = site.scope.changed_unsaved(given, values, {*saved, *apart})
+    for name in apart:
+        done = "the saved copy takes its place, so that change is lost" if name in saved else "the copy is as it was"
+        warnings.warn_explicit(
+            f"the caller's `{name}` was changed while the block ran, by a function that it calls, say, but the block "
+            f"has a copy of its own, which does not show that; {done}. Hand `{name}` to the function as an argument",
+            UnsavedWarning,
+            block.filename,
+            block.lineno,
+        )
     for name in changed:
         warnings.warn_explicit(
             f"`{name}` was changed in the block but not saved, so the caller's `{name}` is as before: "

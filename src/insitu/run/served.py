@@ -235,7 +235,8 @@ class Served:
             # One out of range would take the whole engine down.
             wrong = [index for index in leaf.private.flatten().tolist() if not 0 <= index < ids_below]
             if wrong:
-                raise WriteError(f"{self.what}: {wrong[0]} is out of range, ids and positions are 0 to {ids_below - 1}")
+                kind = "token ids" if str(self.what) == "model.samples" else "ids or positions"
+                raise WriteError(f"{self.what} takes {kind}, 0 to {ids_below - 1}; got {wrong[0]}")
         if leaf.private.shape != leaf.live[leaf.rows].shape:
             raise WriteError(f"{self.what}: the value was resized in place to {tuple(leaf.private.shape)}")
         return leaf.rows, leaf.live

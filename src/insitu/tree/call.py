@@ -64,6 +64,10 @@ class Call:
         """
         self._session("skip").skip(self._place("output"), value)
 
+    def _unsavable(self) -> str:
+        call = self._place("output").call
+        return f"`{call}` is a module or operation and no value: save `{call}.output` or `{call}.input`"
+
     def _place(self, site: str) -> Place:
         return Place(self._path, site, self._op)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
+from insitu.block import ArgumentError
 from insitu.tree.session import session_for
 
 
@@ -39,16 +42,36 @@ class LayerStream:
     def __repr__(self) -> str:
         return f"<{self._name} of each layer>"
 
+    def _unsavable(self) -> str:
+        return f"an index is missing: `model.{self._name}[i].save()` saves what it is at layer i"
+
     def _at(self, layer: int) -> str:
         return f"`model.{self._name}[{layer}]`"
 
     def _index(self, layer: int) -> int:
+        try:
+            layer = operator.index(layer)
+        except TypeError:
+            raise self._not_a_layer(layer) from None
         count = len(self)
         if not count:
             return layer  # an architecture that is not known, which the session says
         if not -count <= layer < count:
             raise IndexError(f"model.{self._name} has {count} layers, 0 to {count - 1}; got {layer}")
         return layer % count
+
+    def _not_a_layer(self, given: Any) -> ArgumentError:
+        place, several = f"model.{self._name}", "range(...)"
+        got = f"{type(given).__name__} {given!r}"
+        if isinstance(given, slice):
+            parts = [given.start, given.stop, *([] if given.step is None else [given.step])]
+            got = f"the slice [{':'.join('' if part is None else str(part) for part in parts)}]"
+            with suppress(TypeError):
+                several = str(range(*given.indices(len(self))))
+        return ArgumentError(
+            f"`{place}[i]` is one layer's, i its number; got {got}. For several, in order: "
+            f"`[{place}[i] for i in {several}]`"
+        )
 
 
 LAYER_STREAMS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "router_logits")
