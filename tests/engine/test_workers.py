@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -135,10 +136,13 @@ def test_each_completion_has_the_saves_of_its_sequence(model: Any) -> None:
 
 def test_what_can_t_travel_is_named(model: Any) -> None:
     lock = threading.Lock()
-    with pytest.raises(insitu.ArgumentError, match=r"`lock` \(lock\) can't travel to the engine's worker process"):
+    with pytest.raises(
+        insitu.ArgumentError, match=r"`lock` \(lock\) can't travel to the engine's worker process"
+    ) as caught:
         with model.trace(PROMPT, **GREEDY):
             with lock:
                 model.logits.save()
+    assert caught.value.__suppress_context__
     assert model.in_flight() == 0
 
 
@@ -175,6 +179,59 @@ def test_errors_have_their_class_and_the_user_s_lines(model: Any) -> None:
     assert [line.name for line in lines] == [lines[0].name, lines[0].name, "fail"]
     assert {line.filename for line in lines} == {__file__}
     assert [line.line for line in lines][1:] == ["fail()", 'raise UnluckyError("by hand")']
+
+
+class Tally:
+    __slots__ = ("count",)
+    runs = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_what_a_block_changes_in_place_comes_home(model: Any) -> None:
+    tally, total, rows = Tally(), torch.zeros(models.WIDTH), deque([1], maxlen=3)
+    probe = torch.nn.Linear(models.WIDTH, 2)
+    with model.trace(PROMPT, **GREEDY):
+        hidden = model.resid_post[1][0].save()
+        tally.count += 1
+        Tally.runs += 1
+        total += hidden
+        rows.append(tally)
+        probe.weight.data[0] = hidden
+    assert (tally.count, Tally.runs) == (1, 1)
+    assert torch.equal(total, hidden)
+    assert torch.equal(probe.weight[0], hidden)
+    assert hidden.abs().sum() > 0
+
+
+def test_what_can_t_be_brought_home_is_warned_of(model: Any) -> None:
+    numbers = iter([1, 2])
+    with pytest.warns(insitu.UnsavedWarning, match="`numbers` was changed in the block"):
+        with model.trace(PROMPT, **GREEDY):
+            first = next(numbers).save()
+    assert first == 1
+
+
+def deeper(depth: int) -> int:
+    return deeper(depth + 1) + 1
+
+
+class PlaceError(Exception):
+    def __init__(self, *, place: str) -> None:
+        super().__init__(place)
+        self.place = place
+
+
+def test_errors_of_all_kinds_arrive_as_they_are(model: Any) -> None:
+    with pytest.raises(RecursionError) as deep:
+        with model.trace(PROMPT, **GREEDY):
+            deeper(0)
+    assert traceback.extract_tb(deep.value.__traceback__)[-1].line == "return deeper(depth + 1) + 1"
+    with pytest.raises(PlaceError) as caught:
+        with model.trace(PROMPT, **GREEDY):
+            raise PlaceError(place="here")
+    assert caught.value.place == "here"
 
 
 def test_large_results_do_not_pass_through_messages(model: Any) -> None:

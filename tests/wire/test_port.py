@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from typing import Any
 
 import pytest
@@ -165,3 +166,46 @@ def test_functions_classes_and_closures_of_user_files_travel_as_code() -> None:
 
 def _twice(x: int) -> int:
     return 2 * x
+
+
+class KeywordError(Exception):
+    def __init__(self, *, place: str, reason: str = "") -> None:
+        super().__init__(f"{place}: {reason}")
+        self.place = place
+
+
+class RequiredError(ValueError):
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(f"{first} {second}")
+        self.second = second
+
+
+def test_errors_whose_constructor_takes_something_else() -> None:
+    got = sent(KeywordError(place="layer 3", reason="odd"))
+    assert type(got) is KeywordError
+    assert (str(got), got.place) == ("layer 3: odd", "layer 3")
+    got = sent(RequiredError("a", 2))
+    assert type(got) is RequiredError
+    assert (str(got), got.second) == ("a 2", 2)
+
+
+def deeper(depth: int) -> int:
+    return deeper(depth + 1) + 1
+
+
+def test_a_recursion_error_arrives_as_one() -> None:
+    with pytest.raises(RecursionError) as caught:
+        deeper(0)
+    got = sent(caught.value)
+    assert type(got) is RecursionError
+    assert str(got) == str(caught.value)
+    lines = traceback.extract_tb(got.__traceback__)
+    assert len(lines) == 100
+    assert lines[0].name == "test_a_recursion_error_arrives_as_one"
+    assert lines[-1].line == "return deeper(depth + 1) + 1"
+
+
+def test_a_class_that_comes_back_is_left_as_it_is() -> None:
+    constructor = KeywordError.__init__
+    sent(KeywordError(place="here"))
+    assert KeywordError.__init__ is constructor

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from insitu.block import ArgumentError, EngineError
+from insitu.block import ArgumentError, EngineError, UnsavedWarning
 from insitu.engine.job import Job
 from insitu.run import Outcome
-from insitu.wire import Port, apply, changeable
+from insitu.wire import Port, apply, changeable, shortened
 
 if TYPE_CHECKING:
     from insitu.engine.standin import ClientSide
@@ -65,6 +66,7 @@ class Wired:
         self._port = Port(side.name, side.find)
         self._side = side
         self._shared: list[Any] = []
+        self._jobs: list[Job] = []
         self._rpc("insitu_open")
 
     def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
@@ -82,20 +84,38 @@ class Wired:
         return value
 
     def submit(self, jobs: Sequence[Job]) -> None:
+        self._jobs = list(jobs)
         self._shared = changeable(part for job in jobs for part in job.parts.values())
         try:
             self.call("insitu_submit", list(jobs), self._shared, jobs=[job.id for job in jobs])
-        except Exception as error:
+        except Exception:
             self._side.forget_blocks()
             for name, part in {name: part for job in jobs for name, part in job.parts.items()}.items():
                 if hindrance := self._port.hindrance(part):
-                    raise _cannot_travel(name, part, hindrance) from error
+                    raise _cannot_travel(name, part, hindrance) from None
             raise
 
     def settle(self) -> None:
         if self._shared:
             shared, self._shared = self._shared, []
-            apply(shared, self.call("insitu_changes"))
+            for lost in apply(shared, self.call("insitu_changes")):
+                self._warn_of(lost)
+        self._jobs = []
+
+    def _warn_of(self, lost: Any) -> None:
+        """Something was changed in the worker, and can't be changed here."""
+        for job in self._jobs:
+            for name, part in job.parts.items():
+                if any(each is lost for each in changeable([part])):
+                    what = f"`{name}`" if part is lost else f"{type(lost).__name__} of `{name}`"
+                    warnings.warn_explicit(
+                        f"{what} was changed in the block, in the engine's worker process, and the change can't be "
+                        f"done to the caller's: make it in the block and write `x.save()` for what you need of it",
+                        UnsavedWarning,
+                        job.block.filename,
+                        job.block.lineno,
+                    )
+                    return
 
 
 def _cannot_travel(name: str, part: Any, hindrance: BaseException) -> ArgumentError:
@@ -110,7 +130,7 @@ def answered(port: Port, function: Callable[..., Any], message: bytes) -> bytes:
     try:
         value = function(*port.unpack(message))
     except Exception as error:
-        return port.pack((None, error))
+        return _packed_error(error, port)
     try:
         return port.pack((value, None))
     except Exception as error:
@@ -118,7 +138,16 @@ def answered(port: Port, function: Callable[..., Any], message: bytes) -> bytes:
         found = [each for each in chain.from_iterable(outcomes.values()) if isinstance(each, Outcome)]
         for outcome in found:
             _keep_what_travels(outcome, port)
-        return port.pack((value, None) if found else (None, error))
+        try:
+            return port.pack((value, None)) if found else _packed_error(error, port)
+        except Exception as other:
+            return _packed_error(other, port)
+
+
+def _packed_error(error: Exception, port: Port) -> bytes:
+    if port.hindrance(error) is not None:
+        error = shortened(error)
+    return port.pack((None, error))
 
 
 def _keep_what_travels(outcome: Outcome, port: Port) -> None:
@@ -134,3 +163,5 @@ def _keep_what_travels(outcome: Outcome, port: Port) -> None:
         )
     if "what the function returned" in wrong:
         outcome.returned = None
+    if outcome.error is not None and port.hindrance(outcome.error) is not None:
+        outcome.error = shortened(outcome.error)

@@ -88,7 +88,7 @@ class InsituWorker:
     def insitu_changes(self) -> dict[int, Any]:
         """What blocks have changed of the objects that came with them."""
         shared, self.insitu_shared = self.insitu_shared, None
-        return shared.changes() if shared is not None else {}
+        return shared.changes(self.insitu_port.hindrance) if shared and self.insitu_port else {}
 
     def insitu_drop(self, jobs: list[str]) -> None:
         self._insitu.drop(jobs)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
+from cloudpickle.cloudpickle import _class_setstate as _set_class
 from cloudpickle.cloudpickle import _code_reduce as _reduced_code
+from cloudpickle.cloudpickle import _make_function as _function_from
 
 from .errors import reduced_error
 from .modules import by_value
@@ -35,7 +39,9 @@ def loads(data: bytes, buffers: Sequence[memoryview], persistent_load: Persisten
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: Any, persistent_id: PersistentId, keep: Callable[[pickle.PickleBuffer], Any]) -> None:
+    def __init__(
+        self, file: Any, persistent_id: PersistentId, keep: Callable[[pickle.PickleBuffer], Any] | None
+    ) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep)
         self._identify = persistent_id
 
@@ -44,14 +50,60 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, BaseException):
-            return reduced_error(obj, cloudpickle.dumps)
+            return reduced_error(obj, _in_band)
         if isinstance(obj, types.CodeType):
             make, args, *_ = _reduced_code(obj)
             return _code_from, (make, args, obj.co_filename)
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and _is_plain(obj, torch):
             return _reduced_tensor(obj, torch)
-        return super().reducer_override(obj)
+        if isinstance(obj, types.CellType):
+            return types.CellType, (), _contents(obj), None, None, _fill_cell
+        return _own_reduced(super().reducer_override(obj), obj)
+
+
+def _in_band(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, lambda obj: None, None).dump(value)
+    return file.getvalue()
+
+
+def _own_reduced(reduced: Any, obj: Any) -> Any:
+    """What cloudpickle makes of functions and classes, but functions that share a variable go on sharing it, and
+    a class that comes back to where it was defined is left as it is there."""
+    if not isinstance(reduced, tuple):
+        return reduced
+    if reduced[0] is _function_from:
+        make, args, (attributes, rest), *others = reduced
+        return make, (*args[:4], obj.__closure__), (attributes, {**rest, "__closure__": None}), *others
+    if reduced[-1] is _set_class:
+        if obj not in _ARRIVED:
+            _DEFINED[obj] = os.getpid()
+        return *reduced[:-1], _update_class
+    return reduced
+
+
+_ARRIVED: weakref.WeakSet[type] = weakref.WeakSet()
+_DEFINED: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
+"""Classes that were sent, with the process that did it: a forked worker inherits them."""
+
+
+def _update_class(kind: type, state: Any) -> None:
+    if _DEFINED.get(kind) != os.getpid():
+        _ARRIVED.add(kind)
+        _set_class(kind, state)
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not bound yet
+        return ()
+
+
+def _fill_cell(cell: types.CellType, contents: tuple[Any, ...]) -> None:
+    for value in contents:
+        cell.cell_contents = value
 
 
 def _code_from(make: Any, args: tuple[Any, ...], filename: str) -> types.CodeType:

@@ -1,24 +1,22 @@
-"""Containers and objects of the caller that a block changes in another process: the changes come home.
+"""Things of the caller that a block changes in another process: the changes come home.
 
-In one process a block that appends to a list of its caller, or sets an attribute of an object, changes that
-very object. Here a copy is changed in the worker, and what has changed is done again to the original.
+In one process a block that appends to a list of its caller, or adds to its tensor, changes that very object.
+Here a copy is changed in the worker, and what has changed is done again to the original.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .modules import is_users_class
-
-_CONTAINERS = (list, dict, set)
+from .leaves import OTHER, Leaf, leaf_of
+from .states import State, has_state, inside, is_other, put, state_of
 
 
 @dataclass(frozen=True)
 class Same:
-    """A container or object that was sent along, by its number."""
+    """Something that was sent along, by its number."""
 
     number: int
 
@@ -31,21 +29,42 @@ class Kept:
     key: Any
 
 
+@dataclass(frozen=True)
+class Content:
+    """The new content of something without parts."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A change that can't travel."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """New items, if not None, names that have a new value, and those that are gone."""
+
+    items: Any
+    names: dict[Any, Any]
+    gone: list[Any]
+
+
 def changeable(roots: Iterable[Any]) -> list[Any]:
-    """The lists, dicts, sets and objects of the user's own classes that can be reached from ``roots``: their
-    contents, attributes, and what functions close over or use of their module."""
-    found: dict[int, Any] = {}
+    """All that a block can change and that can be reached from ``roots``: containers, tensors, arrays, objects and
+    classes of the user's own, modules, and what functions close over or use of their module."""
+    found: list[Any] = []
     seen: dict[int, Any] = {}
     waiting = list(roots)[::-1]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen:
+        if isinstance(value, _SMALL) or id(value) in seen:
             continue
         seen[id(value)] = value
-        if type(value) in _CONTAINERS or is_users_class(type(value)):
-            found[id(value)] = value
-        waiting += list(_inside(value))[::-1]
-    return list(found.values())
+        if has_state(value) or _leaf(value) is not None:
+            found.append(value)
+        waiting += list(inside(value))[::-1]
+    return found
 
 
 class Shared:
@@ -53,112 +72,108 @@ class Shared:
 
     def __init__(self, nodes: list[Any]) -> None:
         self._nodes = nodes
-        self._before = [_content(node) for node in nodes]
+        self._before = [_snapshot(node) for node in nodes]
         self._numbers = {id(node): number for number, node in enumerate(nodes)}
         self._origin = {
             id(part): Kept(number, key)
-            for number, content in enumerate(self._before)
-            for key, part in _parts(content)
+            for number, before in enumerate(self._before)
+            if isinstance(before, State)
+            for key, part in before.parts()
             if not isinstance(part, _SMALL)
         }
 
-    def changes(self) -> dict[int, Any]:
-        """The new contents of what has changed, by number. What was sent along is in them by reference."""
-        contents = {number: _content(node) for number, node in enumerate(self._nodes)}
-        return {
-            number: _mapped(content, self._named)
-            for number, content in contents.items()
-            if not _is_same(content, self._before[number])
-        }
+    def changes(self, hindrance: Callable[[Any], Any] = lambda value: None) -> dict[int, Any]:
+        """What has changed, by number. What was sent along is in it by reference.
+
+        ``hindrance`` says why something can't travel; None if it can.
+        """
+        found = {number: self._change(node, self._before[number]) for number, node in enumerate(self._nodes)}
+        changes = {number: change for number, change in found.items() if change is not None}
+        if changes and hindrance(changes) is not None:
+            return {number: Lost() if hindrance(change) else change for number, change in changes.items()}
+        return changes
+
+    def _change(self, node: Any, before: Any) -> Any:
+        now = _snapshot(node)
+        if not isinstance(before, State):
+            leaf = _leaf(node)
+            return Content(leaf.content(node)) if leaf is not None and now != before else None
+        names = {name: part for name, part in now.names.items() if not _is_one(before.names.get(name, _NONE), part)}
+        gone = [name for name in before.names if name not in now.names]
+        same = _same_items(now.items, before.items)
+        if same and not names and not gone:
+            return None
+        return Parts(None if same else _mapped(now.items, self._named), _mapped(names, self._named), gone)
 
     def _named(self, part: Any) -> Any:
+        if isinstance(part, _SMALL):
+            return part
         number = self._numbers.get(id(part))
         return Same(number) if number is not None else self._origin.get(id(part), part)
 
 
-def apply(nodes: list[Any], changes: dict[int, Any]) -> None:
-    """The client's end: does ``changes`` to the originals."""
-    before = [_content(node) for node in nodes]
+def apply(nodes: list[Any], changes: dict[int, Any]) -> list[Any]:
+    """The client's end: does ``changes`` to the originals. Returns those to which it can't be done."""
+    before = {number: state_of(node) for number, node in enumerate(nodes) if _leaf(node) is None}
 
     def meant(part: Any) -> Any:
         if isinstance(part, Same):
             return nodes[part.number]
-        if isinstance(part, Kept):
-            return dict(_parts(before[part.number]))[part.key]
-        return part
+        return before[part.number].part(part.key) if isinstance(part, Kept) else part
 
-    for number, content in changes.items():
-        _replace(nodes[number], _mapped(content, meant))
+    refused = []
+    for number, change in changes.items():
+        try:
+            _apply(nodes[number], change, meant)
+        except Exception:
+            refused.append(nodes[number])
+    return refused
+
+
+def _apply(node: Any, change: Any, meant: Callable[[Any], Any]) -> None:
+    if isinstance(change, Parts):
+        put(node, _mapped(change.items, meant), _mapped(change.names, meant), change.gone)
+        return
+    leaf = _leaf(node)
+    if isinstance(change, Lost) or leaf is None or leaf.put is None:
+        raise TypeError(f"{type(node).__name__} can't be changed from outside")
+    leaf.put(node, change.value)
 
 
 _SMALL = (str, bytes, int, float, bool, complex, type(None))
+_NONE = object()
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    if type(value) in (list, tuple):
-        yield from value
-    elif type(value) is dict:
-        yield from value.values()
-    elif isinstance(value, types.FunctionType):
-        yield from _used(value)
-    elif isinstance(value, types.MethodType):
-        yield value.__self__
-        yield value.__func__
-    elif is_users_class(type(value)):
-        yield from getattr(value, "__dict__", {}).values()
+def _snapshot(node: Any) -> Any:
+    leaf = _leaf(node)
+    return state_of(node) if leaf is None else leaf.mark(node)
 
 
-def _used(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-    yield from function.__defaults__ or ()
-    names = [name for name in _names(function.__code__) if name in function.__globals__]
-    if is_users_class(function):
-        yield from (function.__globals__[name] for name in names)
+def _leaf(value: Any) -> Leaf | None:
+    leaf = leaf_of(value)
+    return OTHER if leaf is None and not has_state(value) and is_other(value) else leaf
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def _content(node: Any) -> Any:
-    return type(node)(node) if type(node) in _CONTAINERS else dict(vars(node))
-
-
-def _parts(content: Any) -> Iterator[tuple[Any, Any]]:
+def _mapped(content: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(content, dict):
-        yield from content.items()
-    elif isinstance(content, list):
-        yield from enumerate(content)
-
-
-def _mapped(content: Any, convert: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: convert(part) for key, part in content.items()}
-    return type(content)(map(convert, content)) if isinstance(content, list) else content
-
-
-def _is_same(content: Any, before: Any) -> bool:
-    if len(content) != len(before):
-        return False
+        return {convert(key): convert(part) for key, part in content.items()}
     if isinstance(content, set):
-        return content == before
-    pairs = zip(_parts(content), _parts(before), strict=True)
-    return all((key is old_key or key == old_key) and part is old for (key, part), (old_key, old) in pairs)
+        return set(map(convert, content))
+    return list(map(convert, content)) if isinstance(content, list) else content
 
 
-def _replace(node: Any, content: Any) -> None:
-    if isinstance(node, list):
-        node[:] = content
-    elif isinstance(node, (dict, set)):
-        node.clear()
-        node.update(content)
-    else:
-        vars(node).clear()
-        vars(node).update(content)
+def _is_one(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _SMALL) and old == new)
+
+
+def _same_items(items: Any, before: Any) -> bool:
+    if items is None or before is None:
+        return items is before
+    if len(items) != len(before):
+        return False
+    if isinstance(items, set):
+        return items == before
+    if isinstance(items, list):
+        return all(map(_is_one, before, items))
+    pairs = zip(items.items(), before.items(), strict=True)
+    return all((key is old_key or key == old_key) and _is_one(old, part) for (key, part), (old_key, old) in pairs)
