@@ -74,6 +74,7 @@ class Wired:
         try:
             answers = self._rpc("insitu_call", args=(message,))
         except Exception as error:
+            self._shared, self._jobs = [], []
             raise EngineError(
                 f"a worker process of the engine has failed, and the engine can't be used any more; make a new one. "
                 f"{type(error).__name__}: {error}"
