@@ -36,6 +36,10 @@ class Channel(Protocol):
 
     def submit(self, jobs: Sequence[Job]) -> None: ...
 
+    def close(self) -> None:
+        """To be called when the engine has shut down."""
+        ...
+
     def settle(self) -> None:
         """To be called when the submitted jobs have ended: objects of the caller are as they left them."""
         ...
@@ -57,6 +61,22 @@ class Direct:
     def settle(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
+
+def _sockets_of(llm: Any) -> list[Any]:
+    """Those of vLLM's message queues, which it forgets when a worker has died, and Python then waits for at its end."""
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    queues = [getattr(executor, "rpc_broadcast_mq", None), *(getattr(executor, "response_mqs", None) or ())]
+    contexts = [
+        socket.context
+        for queue in filter(None, queues)
+        for socket in (queue.local_socket, queue.remote_socket)
+        if socket is not None
+    ]
+    return [socket for context in contexts for socket in list(context._sockets)]
+
 
 class Wired:
     """The workers are other processes, and may be on other machines."""
@@ -67,7 +87,13 @@ class Wired:
         self._side = side
         self._shared: list[Any] = []
         self._jobs: list[Job] = []
+        self._sockets = _sockets_of(llm)
         self._rpc("insitu_open")
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._sockets.clear()
 
     def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
         message = encode(Call(method, list(jobs), self._port.pack(args)))

@@ -214,6 +214,7 @@ class Engine:
     def close(self) -> None:
         self._closed = True
         shut_down(self.llm)
+        self._channel.close()
         del self.llm, self._loop, self._channel
         free_engines()
 

@@ -111,22 +111,11 @@ def shut_down(llm: LLM) -> None:
     tear_down = namespace["cleanup_dist_env_and_memory"]
     namespace["cleanup_dist_env_and_memory"] = lambda: None
     try:
-        _drop_unsent(llm)
         llm.llm_engine.engine_core.shutdown()
     finally:
         namespace["cleanup_dist_env_and_memory"] = tear_down
         # The pool that graphs of all engines share is gone with the last of them, which vLLM does not note.
         type(current_platform)._global_graph_pool = None
-
-
-def _drop_unsent(llm: LLM) -> None:
-    """Messages that a dead worker will never fetch would keep this process waiting when it ends."""
-    executor = getattr(llm.llm_engine, "model_executor", None)
-    queues = [getattr(executor, "rpc_broadcast_mq", None), *(getattr(executor, "response_mqs", None) or ())]
-    for queue in filter(None, queues):
-        for socket in (queue.local_socket, queue.remote_socket):
-            if socket is not None:
-                socket.linger = 0
 
 
 def _cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:
