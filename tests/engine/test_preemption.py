@@ -3,6 +3,7 @@ roomy one. Untraced ones beside them may be."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,16 +103,27 @@ def test_untraced_requests_beside_them_are_the_ones_preempted(small: Any, llama:
     assert not any(seen)
 
 
-def test_untraced_requests_that_come_while_a_block_runs(small: Any, roomy: Any) -> None:
+def test_untraced_requests_that_come_while_a_block_runs(
+    small: Any, roomy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = preempted(small)
+    loop, steps = small._engine._loop, itertools.count()
+    step_of_vllm = loop._step
+
+    def step_and_arrival() -> list[Any]:
+        outputs = step_of_vllm()
+        if next(steps) == 2:
+            enqueue(small, PROMPTS * 2, [TOKENS] * 2 * len(PROMPTS))
+        return outputs
+
+    monkeypatch.setattr(loop, "_step", step_and_arrival)
     with small.trace(PROMPTS[0], temperature=0.0, max_tokens=TOKENS, ignore_eos=True) as tracer:
         stream = [].save()
         for step in tracer.iter[:]:
             stream.append(small.resid_post[1])
             small.resid_post[1][:] *= 1 + 0.01 * (step % 7)
-            if step == 2:
-                enqueue(small, PROMPTS * 2, [TOKENS] * 2 * len(PROMPTS))
     completed(small)
+    assert next(steps) > TOKENS
     assert_close(torch.cat(stream), torch.cat(roomy[0][0]))
     assert not any(seen)
 
