@@ -560,6 +560,7 @@ OF_VALUES: Cases = {
 }
 
 
+@pytest.mark.in_process  # in another process the engine is not there, and its methods can't travel
 @pytest.mark.parametrize("form", ["generate", "chat", "enqueue"])
 def test_the_engine_can_t_be_run_in_a_block(llama: Any, form: str) -> None:
     given = [[{"role": "user", "content": "Hello"}]] if form == "chat" else [{"prompt_token_ids": PROMPT}] * 2
@@ -575,7 +576,11 @@ def test_the_engine_can_t_be_run_in_a_block(llama: Any, form: str) -> None:
     assert output.finished
 
 
-@pytest.mark.parametrize("block", OF_VALUES, ids=lambda block: block.__name__)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(each, marks=[pytest.mark.in_process] * (each is step_in_a_block)) for each in OF_VALUES],
+    ids=lambda block: block.__name__,
+)
 def test_values_and_places(llama: Any, block: Callable[[Any], Any]) -> None:
     assert_refused(block, llama, *OF_VALUES[block])
 

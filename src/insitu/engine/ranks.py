@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from insitu.engine.taps import interleaver_for
 from insitu.run import Interleaver
+from insitu.run.attention import is_attention
 from insitu.run.layouts import Parallel
 from insitu.run.parallel import Follower, Leader
 from insitu.run.shards import Split
@@ -69,6 +70,9 @@ class Ranks:
 
 def parallel(module: Any) -> Parallel | None:
     """How a module of vLLM lies over the ranks; None if it is whole on each."""
+    if is_attention(module) and hasattr(module, "num_heads"):
+        size = getattr(module, "head_size_v", None) or module.head_size
+        return Parallel(returns=Split(((module.num_heads * size, 1),)))
     if getattr(module, "tp_size", 1) == 1:
         return None
     if isinstance(module, ColumnParallelLinear):

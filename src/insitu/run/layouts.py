@@ -20,13 +20,14 @@ class Parallel:
     """A module whose weights lie over the ranks.
 
     ``opens``: its output is cut, and so is what comes of it; the first of these layouts is the output's own,
-    the others are those of its pieces. ``closes``: its input is cut, and its output is not.
-    ``summed``: ranks may return summands, which somebody else adds up. ``inside``: layouts that occur within
-    its own forward.
+    the others are those of its pieces. ``closes``: its input is cut, and its output is not. ``returns``: its
+    output is cut, as its input is. ``summed``: ranks may return summands, which somebody else adds up.
+    ``inside``: layouts that occur within its own forward.
     """
 
     opens: tuple[Split, ...] = ()
     closes: Split | None = None
+    returns: Split | None = None
     summed: bool = False
     inside: tuple[Split, ...] | None = None
 
@@ -119,6 +120,8 @@ class Layouts:
             return self._decided(tensor, list(own.opens[:1]) or ([Summed()] if own.summed else []))
         if own is not None and place.at("output") != place and (own.opens or own.closes):
             return self._decided(tensor, [own.closes] if own.closes else [])
+        if own is not None and own.returns is not None and place.at("output") == place:
+            return self._decided(tensor, [own.returns])
         around = self._around(place.path)
         if around is None and not place.op:
             return self._outside(place, tensor)
