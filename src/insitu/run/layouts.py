@@ -10,7 +10,7 @@ import torch
 
 from insitu.block import LocationError
 from insitu.run.modules import ModuleTable
-from insitu.run.served import map_tensors
+from insitu.run.served import map_tensors, tensors_of
 from insitu.run.shards import Group, Layout, Split, Summed, are_equal, width_of
 from insitu.tree import Place
 
@@ -69,7 +69,7 @@ class Layouts:
         self._open = dict(self._always)
         self._summing.clear()
 
-    def passed(self, path: str, value: Any) -> None:
+    def passed(self, path: str) -> None:
         """A module has returned."""
         each = self.parallel.get(path)
         if each is None:
@@ -116,11 +116,11 @@ class Layouts:
         if not tensor.is_floating_point() or not tensor.dim():
             return None, tensor
         own = self.parallel.get(place.path) if not place.op else None
-        if own is not None and place.at("output") == place and (own.opens or own.closes):
-            return self._decided(tensor, list(own.opens[:1]) or ([Summed()] if own.summed else []))
-        if own is not None and place.at("output") != place and (own.opens or own.closes):
-            return self._decided(tensor, [own.closes] if own.closes else [])
-        if own is not None and own.returns is not None and place.at("output") == place:
+        is_output = place.at("output") == place
+        if own is not None and (own.opens or own.closes):
+            output = list(own.opens[:1]) or ([Summed()] if own.summed else [])
+            return self._decided(tensor, output if is_output else [own.closes] if own.closes else [])
+        if own is not None and own.returns is not None and is_output:
             return self._decided(tensor, [own.returns])
         around = self._around(place.path)
         if around is None and not place.op:
@@ -179,15 +179,4 @@ def _scopes(path: str) -> Iterator[str]:
 
 
 def _unique(value: Any) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in _tensors(value)}.values())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
+    return list({id(tensor): tensor for tensor in tensors_of(value)}.values())

@@ -19,7 +19,7 @@ from insitu.block import LocationError, RequestError
 from insitu.run.block_run import BlockRun
 from insitu.run.interleaver import Interleaver, RowsOf
 from insitu.run.layouts import Gathered, Layouts, Parallel
-from insitu.run.served import map_tensors
+from insitu.run.served import map_tensors, tensors_of
 from insitu.run.shards import Group
 from insitu.tree import SAMPLES, Place, current
 
@@ -83,7 +83,7 @@ class ParallelInterleaver(Interleaver):
     def _pass(self, path: str, op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         value = super()._pass(path, op, function, args, kwargs)
         if not op:
-            self._layouts.passed(path, value)
+            self._layouts.passed(path)
         return value
 
     def _gathered(self, place: Place, live: Any) -> Gathered | LocationError:
@@ -146,7 +146,7 @@ class Leader(ParallelInterleaver):
         with self.window() as news:
             value = super()._serve_if_awaited(place, gathered.value)
             news.in_place = sorted(self.touched)
-            pairs = zip(_in_order(gathered.value), _in_order(value), strict=True)
+            pairs = zip(tensors_of(gathered.value), tensors_of(value), strict=True)
             by_id = {id(before): after for before, after in pairs if after is not before}
             replaced = {i: by_id[id(each)] for i, each in enumerate(gathered.wholes) if id(each) in by_id}
             news.replaced = sorted(replaced)
@@ -312,9 +312,3 @@ class Follower(ParallelInterleaver):
             for place in late:
                 del self._waiting[place]
             self.follow()
-
-
-def _in_order(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
-    return found
