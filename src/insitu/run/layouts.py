@@ -152,7 +152,7 @@ class Layouts:
                 f"`{place}`: a tensor {tuple(tensor.shape)} here may lie in parts on {self._group.size} ranks, and it "
                 f"can't be told how: read it at the modules before or after"
             )
-        return self._decided(tensor, known)
+        return _chosen(known, parts)
 
     def _decided(self, tensor: torch.Tensor, candidates: list[Any]) -> tuple[Layout | None, torch.Tensor]:
         candidates = [each for each in candidates if isinstance(each, Summed) or each.fits(tensor)]
@@ -161,14 +161,18 @@ class Layouts:
         parts = self._group.gather(tensor)
         if isinstance(candidates[0], Summed) and are_equal(parts):
             return None, tensor  # somebody has added them up already
-        if len(candidates) > 1:
-            # Queries and keys of one width: keys that ranks share are those on which they agree.
-            shared = sorted(candidates, key=lambda split: -max(replicas for _, replicas in split.segments))
-            candidates = [split for split in shared if split.agrees(parts)]
-        return candidates[0], candidates[0].whole(parts)
+        return _chosen(candidates, parts)
 
     def _around(self, path: str) -> list[Split] | None:
         return next((self._open[scope] for scope in _scopes(path) if scope in self._open), None)
+
+
+def _chosen(candidates: list[Any], parts: list[torch.Tensor]) -> tuple[Layout, torch.Tensor]:
+    if len(candidates) > 1:
+        # Queries and keys of one width: keys that ranks share are those on which they agree.
+        shared = sorted(candidates, key=lambda split: -max(replicas for _, replicas in split.segments))
+        candidates = [split for split in shared if split.agrees(parts)]
+    return candidates[0], candidates[0].whole(parts)
 
 
 def _scopes(path: str) -> Iterator[str]:
