@@ -34,10 +34,10 @@ def main() -> None:
     sampling = {"temperature": 0.0, "max_tokens": chosen.tokens, "ignore_eos": True}
     params = SamplingParams(**sampling)
 
-    def one(tracer: insitu.engine.trace.Trace) -> object:
+    def one(tracer: insitu.engine.client.trace.Trace) -> object:
         return model.model.layers[15].output[0][-1]
 
-    def every(tracer: insitu.engine.trace.Trace) -> object:
+    def every(tracer: insitu.engine.client.trace.Trace) -> object:
         return [layer.output[0][-1] for layer in model.model.layers]
 
     cases: dict[str, Callable[[list[str]], object]] = {

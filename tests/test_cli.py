@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import insitu.engine.model
+import insitu.engine.client.model
 import insitu.walkthrough
 from insitu import ArgumentError
 from insitu.cli import main
@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             seen.update(prompts=prompts, reference=reference)
             return Report(seen["passed"])
 
-    monkeypatch.setattr(insitu.engine.model, "VLLM", Model)
+    monkeypatch.setattr(insitu.engine.client.model, "VLLM", Model)
     return seen
 
 

@@ -30,7 +30,7 @@ from insitu.block import UnsavedWarning as UnsavedWarning
 from insitu.block import WriteError as WriteError
 from insitu.block import save as save
 from insitu.demo_model import demo_model as demo_model
-from insitu.engine.model import VLLM as VLLM
+from insitu.engine.client.model import VLLM as VLLM
 
 if TYPE_CHECKING:
     from insitu.run import Cache as Cache

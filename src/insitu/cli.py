@@ -47,7 +47,7 @@ def _add_check(commands: Any) -> None:
 
 
 def _check(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
-    from insitu.engine.model import VLLM
+    from insitu.engine.client.model import VLLM
 
     with VLLM(arguments.model, **engine_args) as model:
         report = model.check(arguments.prompt, reference=not arguments.no_reference)

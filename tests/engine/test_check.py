@@ -14,9 +14,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from insitu.engine import check as checking
-from insitu.engine.reference import NoReferenceError
-from insitu.engine.report import CheckReport, Row
+from insitu.engine.check import check as checking
+from insitu.engine.check.reference import NoReferenceError
+from insitu.engine.check.report import CheckReport, Row
 from insitu.run.anatomy import Anatomy
 from insitu.run.attention import Kernel
 from insitu.run.served import Rows

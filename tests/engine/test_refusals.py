@@ -699,7 +699,7 @@ def test_a_model_that_makes_no_text_is_refused(engines: Any) -> None:
 
 
 def test_a_worker_that_insitu_is_not_attached_to() -> None:
-    from insitu.engine.worker import InsituWorker
+    from insitu.engine.worker.worker import InsituWorker
 
     with pytest.raises(insitu.EngineError, match=r"^insitu is not attached to this worker$"):
         InsituWorker().insitu_in_flight()

@@ -297,7 +297,7 @@ def test_a_tap_that_can_not_be_is_refused_by_name(
 def test_a_tap_that_reads_zeros_or_elsewhere_is_refused(
     engines: Any, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
 ) -> None:
-    from insitu.engine.taps import Taps
+    from insitu.engine.taps.install import Taps
 
     right = Taps.pass_by
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import insitu
-from insitu.engine.tokens import positions_of, spans_by_decoding, token_strings
+from insitu.engine.client.tokens import positions_of, spans_by_decoding, token_strings
 from tests.engine.helpers import PROMPT
 from tests.models import SENTENCES, tiny
 from tests.models import tokenizer as tokenizer_of

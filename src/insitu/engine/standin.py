@@ -9,8 +9,8 @@ from typing import Any
 from torch.nn import Module
 
 from insitu.block import Block, EngineError
-from insitu.engine.model import VLLM
-from insitu.engine.trace import Invoke, Trace
+from insitu.engine.client.model import VLLM
+from insitu.engine.client.trace import Invoke, Trace
 from insitu.run import Interleaver
 from insitu.tree import Node, path_of
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from insitu.block import save
-from insitu.engine.model import VLLM
+from insitu.engine.client.model import VLLM
 
 
 @dataclass(frozen=True)

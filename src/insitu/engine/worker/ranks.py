@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from insitu.engine.taps import interleaver_for
+from insitu.engine.taps.install import interleaver_for
 from insitu.run import Interleaver
 from insitu.run.attention import is_attention
 from insitu.run.layouts import Parallel

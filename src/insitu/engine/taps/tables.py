@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from vllm.triton_utils import HAS_TRITON, triton
 
-from insitu.engine.tap_kernel import edit_and_copy
+from insitu.engine.taps.kernel import edit_and_copy
 from insitu.run.affine import Affine
 
 PARTS = 2

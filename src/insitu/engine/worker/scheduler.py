@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from insitu.engine.job import BY_BLOCK, job_id
-from insitu.engine.reserved import Reserved
+from insitu.engine.worker.reserved import Reserved
 
 _NEVER_PREEMPTED = -(2**31)
 

@@ -14,13 +14,13 @@ from vllm.lora.request import LoRARequest
 from insitu.block import ArgumentError, EngineError, Lost, RequestError
 from insitu.block.tracebacks import user_frame
 from insitu.engine.channel import Channel
-from insitu.engine.host import Stats
+from insitu.engine.client.launch import free_engines, shut_down
+from insitu.engine.client.loop import EngineLoop, FailedStepError, Request
+from insitu.engine.client.prompts import Limits, as_prompt, require_room
+from insitu.engine.client.sampling import certain_length, check_sampling, sampling_params
 from insitu.engine.job import BY_BLOCK, Job, tagged
-from insitu.engine.launch import free_engines, shut_down
-from insitu.engine.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.lora import require_applied
-from insitu.engine.prompts import Limits, as_prompt, require_room
-from insitu.engine.sampling import certain_length, check_sampling, sampling_params
+from insitu.engine.worker.host import Stats
 from insitu.run import Home, Names, Outcome
 from insitu.tree import Listing, Outline, Place
 

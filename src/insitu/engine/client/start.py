@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from insitu.engine.channel import Direct, Wired
-from insitu.engine.engine import Engine
-from insitu.engine.launch import launch, needs_workers, shut_down
+from insitu.engine.client.engine import Engine
+from insitu.engine.client.launch import launch, needs_workers, shut_down
 from insitu.engine.standin import ClientSide
 
 

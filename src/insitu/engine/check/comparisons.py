@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from insitu.engine.reference import Values, key
-from insitu.engine.report import Row
+from insitu.engine.check.reference import Values, key
+from insitu.engine.check.report import Row
 from insitu.run.standard_names import Name, Names
 
 LOGITS: Name = ("logits", None)

@@ -13,8 +13,8 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.v1.worker.gpu_worker import Worker
 
 from insitu.block import InsituError
-from insitu.engine.tap_names import places_of
-from insitu.engine.tap_tables import PARTS, Table, Vectors
+from insitu.engine.taps.names import places_of
+from insitu.engine.taps.tables import PARTS, Table, Vectors
 from insitu.run import BlockRun, Interleaver
 from insitu.run.anatomy import Anatomy
 from insitu.run.modules import ModuleTable

@@ -9,16 +9,16 @@ import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from insitu.block import EngineError
-from insitu.engine import taps
 from insitu.engine.channel import answered, decode
-from insitu.engine.following import FollowingHost
-from insitu.engine.host import Host, Stats
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, Loras
-from insitu.engine.runner_v1 import V1Adapter
-from insitu.engine.runner_v2 import V2Adapter
 from insitu.engine.signals import interrupt_blocks_only
 from insitu.engine.standin import WorkerSide
+from insitu.engine.taps import install as taps
+from insitu.engine.worker.following import FollowingHost
+from insitu.engine.worker.host import Host, Stats
+from insitu.engine.worker.runner_v1 import V1Adapter
+from insitu.engine.worker.runner_v2 import V2Adapter
 from insitu.run import Names, Outcome, names_of
 from insitu.tree import Listing, Outline, Place
 from insitu.wire import Port, Shared

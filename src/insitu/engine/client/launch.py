@@ -20,13 +20,13 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import core as engine_core
 
 from insitu.block import ArgumentError, EngineError
-from insitu.engine.experts import ensure_expert_group
+from insitu.engine.client.experts import ensure_expert_group
 from insitu.engine.names import require_known
-from insitu.engine.taps import KEY
+from insitu.engine.taps.install import KEY
 
 _OURS = {
-    "worker_extension_cls": "insitu.engine.worker.InsituWorker",
-    "scheduler_cls": "insitu.engine.scheduler.TracedScheduler",
+    "worker_extension_cls": "insitu.engine.worker.worker.InsituWorker",
+    "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
 _GIB = 2**30
 _KNOWN = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 
 from insitu.block import RequestError
-from insitu.engine.following import FollowingHost
-from insitu.engine.host import Host
 from insitu.engine.job import job_id
-from insitu.engine.logprobs import rescored
 from insitu.engine.lora import Loras
-from insitu.engine.ranks import interleaver_of
+from insitu.engine.worker.following import FollowingHost
+from insitu.engine.worker.host import Host
+from insitu.engine.worker.logprobs import rescored
+from insitu.engine.worker.ranks import interleaver_of
 from insitu.run import Rows
 from insitu.run.parallel import Follower
 from insitu.run.tapped import TappedInterleaver

@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.forward_context import set_forward_context
 
-from insitu.engine.adapter import Adapter
-from insitu.engine.taps import without_one_graph
+from insitu.engine.taps.install import without_one_graph
+from insitu.engine.worker.adapter import Adapter
 
 Method = Callable[..., Any]
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from insitu.block import ArgumentError, EngineError, UnknownModuleError
 from insitu.block.tracebacks import user_lines
-from insitu.engine.prompts import are_several, token_ids
-from insitu.engine.tokens import positions_of
-from insitu.engine.trace import Trace
+from insitu.engine.client.prompts import are_several, token_ids
+from insitu.engine.client.tokens import positions_of
+from insitu.engine.client.trace import Trace
 from insitu.tree import Listing, ModelPlaces, Node, current
 
 if TYPE_CHECKING:
-    from insitu.engine.engine import Engine
-    from insitu.engine.host import Stats
-    from insitu.engine.report import CheckReport
+    from insitu.engine.check.report import CheckReport
+    from insitu.engine.client.engine import Engine
+    from insitu.engine.worker.host import Stats
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -263,7 +263,7 @@ class VLLM(ModelPlaces):
 def _starter() -> Callable[..., Engine]:
     # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
     try:
-        from insitu.engine.start import start
+        from insitu.engine.client.start import start
     except ModuleNotFoundError as error:
         raise EngineError(
             f"running a model needs vLLM, and here `{error.name}` is missing: pip install 'insitu[cpu]' for the "
@@ -274,13 +274,13 @@ def _starter() -> Callable[..., Engine]:
 
 def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> CheckReport:
     # Imported here, because it needs torch.
-    from insitu.engine.check import PROMPTS, check
+    from insitu.engine.check.check import PROMPTS, check
 
     return check(model, PROMPTS if prompts is None else prompts, reference)
 
 
 def _check_taps(engine: Engine, lock: threading.RLock) -> None:
-    from insitu.engine.tap_check import check_taps
+    from insitu.engine.taps.check import check_taps
 
     try:
         check_taps(engine, lock)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from insitu.block import LocationError
-from insitu.engine.trace import Trace
+from insitu.engine.client.trace import Trace
 from insitu.tree import SAMPLES, Place, session_for
 
 if TYPE_CHECKING:
-    from insitu.engine.engine import Engine
+    from insitu.engine.client.engine import Engine
     from insitu.run import Cache
 
 _PROMPT, _STEPS = (1, 2, 3, 4, 5, 6), 3

@@ -21,15 +21,15 @@ from insitu.block import (
     save,
 )
 from insitu.block.tracebacks import user_lines
-from insitu.engine.invokes import Invocation, hint_at_order, merged_error, merged_saves, waves
+from insitu.engine.client.invokes import Invocation, hint_at_order, merged_error, merged_saves, waves
+from insitu.engine.client.steps import StepLoop, Steps
+from insitu.engine.client.tokens import positions_of, token_strings
 from insitu.engine.job import Job
 from insitu.engine.names import merged
-from insitu.engine.steps import StepLoop, Steps
-from insitu.engine.tokens import positions_of, token_strings
 from insitu.tree import RESULT, current, session_for
 
 if TYPE_CHECKING:
-    from insitu.engine.engine import Engine
+    from insitu.engine.client.engine import Engine
     from insitu.run import Cache
 
 

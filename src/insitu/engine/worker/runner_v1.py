@@ -9,8 +9,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
-from insitu.engine.adapter import Adapter
-from insitu.engine.taps import without_one_graph
+from insitu.engine.taps.install import without_one_graph
+from insitu.engine.worker.adapter import Adapter
 from insitu.run import BlockRun, Rows
 
 Method = Callable[..., Any]

@@ -1,6 +1,6 @@
 """What transformers computes for the same tokens, in a process of its own.
 
-Run as ``python -m insitu.engine.reference``: a request in JSON on standard input, the values in the
+Run as ``python -m insitu.engine.check.reference``: a request in JSON on standard input, the values in the
 safetensors file that it names. A process of its own, because vLLM changes classes of transformers in
 its own, and because the memory that the second model takes is then given back.
 """
@@ -57,7 +57,7 @@ def compute(request: Request) -> tuple[Values, str]:
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "values.safetensors")
         done = subprocess.run(
-            [sys.executable, "-m", "insitu.engine.reference"],
+            [sys.executable, "-m", "insitu.engine.check.reference"],
             input=json.dumps({**asdict(request), "file": file}),
             capture_output=True,
             text=True,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from insitu.engine.comparisons import (
+from insitu.engine.check.comparisons import (
     LOGITS,
     UNEMBEDDED,
     Bounds,
@@ -19,13 +19,13 @@ from insitu.engine.comparisons import (
     with_parts,
     with_transformers,
 )
-from insitu.engine.reference import NoReferenceError, Request, Values, compute
-from insitu.engine.report import CheckReport, Row
+from insitu.engine.check.reference import NoReferenceError, Request, Values, compute
+from insitu.engine.check.report import CheckReport, Row
 from insitu.run.standard_names import Name, Names
 from insitu.tree import session_for
 
 if TYPE_CHECKING:
-    from insitu.engine.model import VLLM
+    from insitu.engine.client.model import VLLM
 
 PROMPTS = (
     "The Eiffel Tower is in the city of",

@@ -1,0 +1,1 @@
+"""Whether what a block sees of a model is right."""

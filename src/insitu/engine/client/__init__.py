@@ -1,0 +1,1 @@
+"""What runs beside the user: the model, its traces and the engine as they see it."""

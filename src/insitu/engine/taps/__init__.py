@@ -1,0 +1,1 @@
+"""Places that are served from inside the graphs."""

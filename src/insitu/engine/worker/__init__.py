@@ -1,0 +1,1 @@
+"""What runs inside vLLM: beside a model runner, and in its scheduler."""
