@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from insitu.engine.standin import ClientSide
 
 
+class UnknownBlockError(EngineError):
+    """A block was named that is not in the worker."""
+
+
 class Call(msgspec.Struct, array_like=True):
     """One call of a worker's method. ``jobs`` is all that a rank which runs no blocks needs of it."""
 
@@ -29,19 +35,32 @@ class Call(msgspec.Struct, array_like=True):
 encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Call).decode
 
 
+@dataclass
+class Shipment:
+    """Jobs that were submitted together, and all of their caller's objects that blocks can change."""
+
+    jobs: list[Job]
+    shared: list[Any] = field(default_factory=list)
+    number: int = 0
+
+
 class Channel(Protocol):
     def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
         """What the method of the leading worker returns; raises what it raises."""
         ...
 
-    def submit(self, jobs: Sequence[Job]) -> None: ...
+    def submit(self, jobs: Sequence[Job]) -> Shipment: ...
+
+    def settle(self, shipment: Shipment) -> None:
+        """To be called when the jobs have ended: objects of the caller are as they left them."""
+        ...
+
+    def drop(self, jobs: Sequence[str], shipment: Shipment | None = None) -> None:
+        """Forgets jobs whose requests are gone, without a result; with a shipment, what is left of that, too."""
+        ...
 
     def close(self) -> None:
         """To be called when the engine has shut down."""
-        ...
-
-    def settle(self) -> None:
-        """To be called when the submitted jobs have ended: objects of the caller are as they left them."""
         ...
 
 
@@ -55,11 +74,15 @@ class Direct:
     def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
         return self._rpc(method, args=args)[0]
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[Job]) -> Shipment:
         self.call("insitu_submit", jobs)
+        return Shipment(list(jobs))
 
-    def settle(self) -> None:
+    def settle(self, shipment: Shipment) -> None:
         pass
+
+    def drop(self, jobs: Sequence[str], shipment: Shipment | None = None) -> None:
+        self.call("insitu_drop", jobs)
 
     def close(self) -> None:
         pass
@@ -78,60 +101,50 @@ def _sockets_of(llm: Any) -> list[Any]:
     return [socket for context in contexts for socket in list(context._sockets)]
 
 
-class Wired:
-    """The workers are other processes, and may be on other machines."""
+class Messages:
+    """Calls of workers in other processes, maybe on other machines, as messages: made, and their answers read."""
 
-    def __init__(self, llm: Any, side: ClientSide) -> None:
-        self._rpc = llm.collective_rpc
+    def __init__(self, side: ClientSide) -> None:
         self._port = Port(side.name, side.find)
         self._side = side
-        self._shared: list[Any] = []
-        self._jobs: list[Job] = []
-        self._sockets = _sockets_of(llm)
-        self._rpc("insitu_open")
+        self._numbers = itertools.count(1)
 
-    def close(self) -> None:
-        for socket in self._sockets:
-            socket.close(linger=0)
-        self._sockets.clear()
+    def packed(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> bytes:
+        return encode(Call(method, list(jobs), self._port.pack(args)))
 
-    def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
-        message = encode(Call(method, list(jobs), self._port.pack(args)))
-        try:
-            answers = self._rpc("insitu_call", args=(message,))
-        except Exception as error:
-            self._shared, self._jobs = [], []
-            raise EngineError(
-                f"a worker process of the engine has failed, and the engine can't be used any more; make a new one. "
-                f"{type(error).__name__}: {error}"
-            ) from error
+    def answer(self, answers: Sequence[bytes | None]) -> Any:
         value, error = self._port.unpack(next(answer for answer in answers if answer))
         if error is not None:
             raise error
         return value
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        self._jobs = list(jobs)
-        self._shared = changeable(part for job in jobs for part in job.parts.values())
+    def failed(self, error: Exception) -> EngineError:
+        return EngineError(
+            f"a worker process of the engine has failed, and the engine can't be used any more; make a new one. "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def shipped(self, jobs: Sequence[Job]) -> tuple[Shipment, bytes]:
+        """The jobs with what belongs to them, and the message that takes them to the workers."""
+        shared = changeable(part for job in jobs for part in job.parts.values())
+        shipment = Shipment(list(jobs), shared, next(self._numbers))
         try:
-            self.call("insitu_submit", list(jobs), self._shared, jobs=[job.id for job in jobs])
+            ids = [job.id for job in jobs]
+            return shipment, self.packed("insitu_submit", list(jobs), shared, shipment.number, jobs=ids)
         except Exception:
-            self._side.forget_blocks()
-            for name, part in {name: part for job in jobs for name, part in job.parts.items()}.items():
-                if hindrance := self._port.hindrance(part):
-                    raise _cannot_travel(name, part, hindrance) from None
+            self.check_hindrance(jobs)
             raise
 
-    def settle(self) -> None:
-        if self._shared:
-            shared, self._shared = self._shared, []
-            for lost in apply(shared, self.call("insitu_changes")):
-                self._warn_of(lost)
-        self._jobs = []
+    def check_hindrance(self, jobs: Sequence[Job]) -> None:
+        """To be called when jobs could not be sent: names what of them can't travel, if that is why."""
+        self._side.forget_blocks()
+        for name, part in {name: part for job in jobs for name, part in job.parts.items()}.items():
+            if hindrance := self._port.hindrance(part):
+                raise _cannot_travel(name, part, hindrance) from None
 
-    def _warn_of(self, lost: Any) -> None:
+    def warn_of(self, lost: Any, jobs: Sequence[Job]) -> None:
         """Something was changed in the worker, and can't be changed here."""
-        for job in self._jobs:
+        for job in jobs:
             for name, part in job.parts.items():
                 if any(each is lost for each in changeable([part])):
                     what = f"`{name}`" if part is lost else f"{type(lost).__name__} of `{name}`"
@@ -143,6 +156,92 @@ class Wired:
                         job.block.lineno,
                     )
                     return
+
+    def put_back(self, shipment: Shipment, changes: dict[int, Any]) -> None:
+        for lost in apply(shipment.shared, changes):
+            self.warn_of(lost, shipment.jobs)
+
+
+class Wired(Messages):
+    """The workers are other processes, which are waited for."""
+
+    def __init__(self, llm: Any, side: ClientSide) -> None:
+        super().__init__(side)
+        self._rpc = llm.collective_rpc
+        self._sockets = _sockets_of(llm)
+        self._rpc("insitu_open")
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._sockets.clear()
+
+    def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
+        return self._sent(self.packed(method, *args, jobs=jobs))
+
+    def _sent(self, message: bytes) -> Any:
+        try:
+            answers = self._rpc("insitu_call", args=(message,))
+        except Exception as error:
+            raise self.failed(error) from error
+        return self.answer(answers)
+
+    def submit(self, jobs: Sequence[Job]) -> Shipment:
+        shipment, message = self.shipped(jobs)
+        try:
+            self._sent(message)
+        except Exception:
+            self.check_hindrance(jobs)
+            raise
+        return shipment
+
+    def settle(self, shipment: Shipment) -> None:
+        if shipment.shared:
+            self.put_back(shipment, self.call("insitu_changes", shipment.number))
+
+    def drop(self, jobs: Sequence[str], shipment: Shipment | None = None) -> None:
+        self.call("insitu_drop", list(jobs), shipment.number if shipment else 0, jobs=list(jobs))
+
+
+class AsyncWired(Messages):
+    """The same, awaited. Messages arrive in the order in which they were sent."""
+
+    def __init__(self, llm: Any, side: ClientSide) -> None:
+        super().__init__(side)
+        self._rpc = llm.collective_rpc
+
+    async def open(self) -> None:
+        await self._rpc("insitu_open")
+
+    async def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
+        return await self._sent(self.packed(method, *args, jobs=jobs))
+
+    async def _sent(self, message: bytes) -> Any:
+        try:
+            answers = await self._rpc("insitu_call", args=(message,))
+        except Exception as error:
+            raise self.failed(error) from error
+        return self.answer(answers)
+
+    async def submit(self, jobs: Sequence[Job]) -> Shipment:
+        shipment, message = self.shipped(jobs)
+        try:
+            await self._sent(message)
+        except UnknownBlockError:  # one that was sent along with something that did not arrive
+            self._side.forget_blocks()
+            shipment, message = self.shipped(jobs)
+            await self._sent(message)
+        except Exception:
+            self.check_hindrance(jobs)
+            raise
+        return shipment
+
+    async def settle(self, shipment: Shipment) -> None:
+        if shipment.shared:
+            self.put_back(shipment, await self.call("insitu_changes", shipment.number))
+
+    async def drop(self, jobs: Sequence[str], shipment: Shipment | None = None) -> None:
+        await self.call("insitu_drop", list(jobs), shipment.number if shipment else 0, jobs=list(jobs))
 
 
 def _cannot_travel(name: str, part: Any, hindrance: BaseException) -> ArgumentError:

@@ -49,6 +49,8 @@ class Job:
     length: int | None = None
     """Steps that the request is certain to have."""
     owner: object = None
+    invoke: int = 0
+    """Which invoke of its trace it is."""
 
     @property
     def parts(self) -> Mapping[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any
 from torch.nn import Module
 
 from insitu.block import Block, EngineError
+from insitu.engine.channel import UnknownBlockError
 from insitu.engine.client.model import VLLM
-from insitu.engine.client.trace import Invoke, Trace
+from insitu.engine.client.plan import BaseTrace, Invoke
 from insitu.run import Interleaver
 from insitu.tree import Node, path_of
 
@@ -28,7 +29,7 @@ class ClientSide:
     def name(self, obj: Any) -> Any:
         if isinstance(obj, Block):
             return self._block(obj)
-        if isinstance(obj, Trace):
+        if isinstance(obj, BaseTrace):
             self._tracers[id(obj)] = obj
             return "tracer", id(obj), bool(obj._prepared)
         return named(obj, self._model)
@@ -62,7 +63,7 @@ class WorkerSide:
         self._blocks: dict[str, Block] = {}
 
     def name(self, obj: Any) -> Any:
-        if isinstance(obj, Trace):
+        if isinstance(obj, BaseTrace):
             return "tracer", vars(obj)["insitu_name"]
         if isinstance(obj, Module) and (paths := self._modules.paths_of(obj)):
             return "node", paths[0]  # one of the model's own is given to another, which a block has read
@@ -76,13 +77,15 @@ class WorkerSide:
             return self._block(*rest)
         return found(name, self.model)
 
-    def _tracer(self, number: int, has_prompt: bool) -> Trace:
-        tracer = Trace.__new__(Trace)
+    def _tracer(self, number: int, has_prompt: bool) -> BaseTrace:
+        tracer = BaseTrace.__new__(BaseTrace)
         vars(tracer).update(_engine=self.model._engine, _invocations=None, insitu_name=number)
         vars(tracer)["_prepared"] = [None] * has_prompt  # which tells its refusals
         return tracer
 
     def _block(self, digest: str, *fields: Any) -> Block:
+        if not fields and digest not in self._blocks:
+            raise UnknownBlockError(f"the block {digest[:8]} has not arrived in the engine's worker process")
         block = Block(*fields) if fields else self._blocks.pop(digest)
         self._blocks[digest] = block
         if len(self._blocks) > _BLOCKS_KEPT:

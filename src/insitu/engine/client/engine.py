@@ -13,18 +13,17 @@ from vllm.lora.request import LoRARequest
 
 from insitu.block import ArgumentError, EngineError, Lost, RequestError
 from insitu.block.tracebacks import user_frame
-from insitu.engine.channel import Channel
+from insitu.engine.channel import Channel, Shipment
 from insitu.engine.client.launch import free_engines, shut_down
 from insitu.engine.client.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.client.prompts import Limits, as_prompt, require_room
 from insitu.engine.client.sampling import certain_length, check_sampling, sampling_params
 from insitu.engine.job import BY_BLOCK, Job, tagged
-from insitu.engine.lora import require_applied
-from insitu.engine.worker.host import Stats
-from insitu.run import Home, Names, Outcome
-from insitu.tree import Listing, Outline, Place
+from insitu.engine.lora import Fit, require_applied
+from insitu.run import Home, Outcome
+from insitu.tree import Outline
 
-_ABORTED = "the request was aborted before it ended"
+ABORTED = "the request was aborted before it ended"
 
 
 @dataclass(frozen=True)
@@ -77,49 +76,48 @@ class Result:
         return values[0] if len(values) == 1 else values
 
 
-class Engine:
-    """A vLLM engine and the channel to the workers that run its model."""
+class EngineClient:
+    """A vLLM engine and the channel to the workers that run its model, whoever waits for them.
 
-    def __init__(self, llm: LLM, channel: Channel, owner: object) -> None:
+    What asks the workers returns what the channel's ``call`` returns: an answer, or what is to be awaited for one.
+    """
+
+    def __init__(self, llm: Any, config: VllmConfig, channel: Any, owner: object) -> None:
         self.llm = llm
+        self.config = config
         self.owner = owner
-        self._channel = channel
         self.outline: Outline
         self.layers: int
-        self.outline, self.layers = channel.call("insitu_outline")
-        config = llm.llm_engine.vllm_config
+        self._channel = channel
         self._limits = _limits(config)
         self._speculative = config.speculative_config is not None
-        self._loop = EngineLoop(llm)
         self._failure: BaseException | None = None
         self._closed = False
         self._adapters: set[tuple[int, str]] = set()
 
     @property
     def tokenizer(self) -> Any:
-        if self.llm.llm_engine.tokenizer is None:
-            raise EngineError("this engine was built with skip_tokenizer_init: give prompts as token ids")
-        return self.llm.get_tokenizer()
+        raise NotImplementedError
 
-    def in_flight(self) -> int:
+    def in_flight(self) -> Any:
         return self._channel.call("insitu_in_flight")
 
-    def stats(self) -> Stats:
+    def stats(self) -> Any:
         return self._channel.call("insitu_stats")
 
-    def taps(self) -> dict[Place, bool]:
+    def taps(self) -> Any:
         """The places that have taps, and whether any forward has come by."""
         return self._channel.call("insitu_taps")
 
-    def use_taps(self, use: bool) -> None:
+    def use_taps(self, use: bool) -> Any:
         """Whether blocks are served at taps; if not, by eager steps there too."""
-        self._channel.call("insitu_use_taps", use)
+        return self._channel.call("insitu_use_taps", use)
 
-    def operations(self, path: str, op: str) -> Listing:
+    def operations(self, path: str, op: str) -> Any:
         """The text of a module's forward, or of what an operation in it calls."""
         return self._channel.call("insitu_operations", path, op)
 
-    def names(self) -> Names:
+    def names(self) -> Any:
         """The standard names of the model, in the order of its forward."""
         return self._channel.call("insitu_names")
 
@@ -134,18 +132,24 @@ class Engine:
             )
         check_sampling(settings)
         params = sampling_params(settings)
-        lora = settings.get("lora_request")
-        if lora is not None:
-            self._require_applied(lora)
         given = as_prompt(prompt, lambda: self.tokenizer, self._limits)
         require_room(given, params.max_tokens, self._limits)
-        return Prepared(given, params, lora)
+        return Prepared(given, params, settings.get("lora_request"))
 
-    def _require_applied(self, lora: LoRARequest) -> None:
-        asked = (lora.lora_int_id, lora.lora_path)
-        if asked in self._adapters and not lora.load_inplace:
-            return
-        fit = self._channel.call("insitu_fit", lora)
+    def refused(self, error: BaseException) -> Result:
+        """The result of a request that did not run."""
+        return Result([Outcome(error=error)])
+
+    def bring_home(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values as they leave the engine: ordinary tensors on the CPU."""
+        home = Home()
+        return {name: home.bring(value, f"`{name}`") for name, value in values.items()}
+
+    def _is_new(self, lora: LoRARequest | None) -> bool:
+        """Whether it is not known yet that the model has what the adapter is for."""
+        return lora is not None and (lora.load_inplace or _key(lora) not in self._adapters)
+
+    def _fits(self, lora: LoRARequest, fit: Fit | None) -> None:
         if fit is None:
             raise ArgumentError(
                 "lora_request: this engine has no room for adapters; load the model with enable_lora=True"
@@ -153,43 +157,13 @@ class Engine:
         if said := require_applied(lora, fit):
             frame = user_frame()
             warnings.warn_explicit(said, UserWarning, frame.f_code.co_filename, frame.f_lineno)
-        self._adapters.add(asked)
+        self._adapters.add(_key(lora))
 
-    def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
-        """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""
-        self._require_alive()
-        with self._loop.turn:
-            return self._run(work)
-
-    def _run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
-        results: dict[str, Result] = {}
-
-        def finished(outputs: Mapping[str, Any]) -> None:
-            for output in outputs.values():
-                for completion in output.outputs:
-                    if completion.stop_reason == BY_BLOCK:
-                        completion.finish_reason = "stop"
-            outcomes = self._channel.call("insitu_collect", dict(outputs), jobs=list(outputs))
-            for job, output in outputs.items():
-                results[job] = Result(outcomes[job], output)
-                results[job].share()
-
+    def _owned(self, work: Sequence[tuple[Prepared, Job]]) -> list[Job]:
         for prepared, job in work:
             job.length = certain_length(prepared.params)
             job.owner = self.owner
-        self._require_alive()
-        jobs = [job for _, job in work]
-        self._channel.submit(jobs)
-        try:
-            self._loop.run([_request(prepared, job) for prepared, job in work], finished)
-        except FailedStepError as failure:
-            self._failure = failure.__cause__
-            self._require_alive()
-        finally:
-            lost = [job.id for job in jobs if job.id not in results]
-            self._channel.call("insitu_drop", lost, jobs=lost)
-        self._channel.settle()
-        return [results.get(job.id) or self.refused(RequestError(_ABORTED)) for _, job in work]
+        return [job for _, job in work]
 
     def _require_alive(self) -> None:
         """A step that broke off has left the caches of all its requests half written."""
@@ -202,14 +176,60 @@ class Engine:
                 f"{type(self._failure).__name__}: {self._failure}"
             ) from self._failure
 
-    def refused(self, error: BaseException) -> Result:
-        """The result of a request that did not run."""
-        return Result([Outcome(error=error)])
 
-    def bring_home(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values as they leave the engine: ordinary tensors on the CPU."""
-        home = Home()
-        return {name: home.bring(value, f"`{name}`") for name, value in values.items()}
+class Engine(EngineClient):
+    """vLLM's synchronous engine, which is stepped by whoever waits."""
+
+    def __init__(self, llm: LLM, channel: Channel, owner: object) -> None:
+        super().__init__(llm, llm.llm_engine.vllm_config, channel, owner)
+        self.outline, self.layers = channel.call("insitu_outline")
+        self._loop = EngineLoop(llm)
+
+    @property
+    def tokenizer(self) -> Any:
+        if self.llm.llm_engine.tokenizer is None:
+            raise no_tokenizer()
+        return self.llm.get_tokenizer()
+
+    def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
+        prepared = super().prepare(prompt, settings)
+        if self._is_new(prepared.lora):
+            self._fits(prepared.lora, self._channel.call("insitu_fit", prepared.lora))
+        return prepared
+
+    def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
+        """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""
+        self._require_alive()
+        with self._loop.turn:
+            return self._run(work)
+
+    def _run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
+        results: dict[str, Result] = {}
+
+        def finished(outputs: Mapping[str, Any]) -> None:
+            for output in outputs.values():
+                note_stop(output)
+            outcomes = self._channel.call("insitu_collect", dict(outputs), jobs=list(outputs))
+            for job, output in outputs.items():
+                results[job] = Result(outcomes[job], output)
+                results[job].share()
+
+        jobs = self._owned(work)
+        self._require_alive()
+        shipment: Shipment | None = self._channel.submit(jobs)
+        given_up = shipment
+        try:
+            self._loop.run([request_of(prepared, job) for prepared, job in work], finished)
+            given_up = None
+        except FailedStepError as failure:
+            self._failure = failure.__cause__
+            self._require_alive()
+        finally:
+            lost = [job.id for job in jobs if job.id not in results]
+            if lost or given_up:
+                self._channel.drop(lost, given_up)
+        self._channel.settle(shipment)
+        return [results.get(job.id) or self.refused(RequestError(ABORTED)) for job in jobs]
 
     def close(self) -> None:
         self._closed = True
@@ -217,6 +237,21 @@ class Engine:
         self._channel.close()
         del self.llm, self._loop, self._channel
         free_engines()
+
+
+def no_tokenizer() -> EngineError:
+    return EngineError("this engine was built with skip_tokenizer_init: give prompts as token ids")
+
+
+def note_stop(output: RequestOutput) -> None:
+    """A request that its block has ended has finished by a stop."""
+    for completion in output.outputs:
+        if completion.stop_reason == BY_BLOCK:
+            completion.finish_reason = "stop"
+
+
+def _key(lora: LoRARequest) -> tuple[int, str]:
+    return lora.lora_int_id, lora.lora_path
 
 
 def _without_outputs(saves: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +277,7 @@ def _cache_tokens(config: VllmConfig) -> int:
     return min(model.max_model_len, (cache.num_gpu_blocks - 1) * cache.block_size)
 
 
-def _request(prepared: Prepared, job: Job) -> Request:
+def request_of(prepared: Prepared, job: Job) -> Request:
     params = prepared.params
     params.skip_clone = True  # they are this request's alone
     params.extra_args = {**(params.extra_args or {}), **tagged(job.id)}

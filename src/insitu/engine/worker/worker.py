@@ -33,7 +33,7 @@ class InsituWorker:
     insitu_host: Host | FollowingHost | None = None
     insitu_loras: Loras | None = None
     insitu_port: Port | None = None
-    insitu_shared: Shared | None = None
+    insitu_shared: dict[int, Shared]
 
     def insitu_attach(self) -> None:
         """Puts insitu beside the model runner.
@@ -54,6 +54,7 @@ class InsituWorker:
     def insitu_open(self) -> None:
         """Attached, makes this worker answer by messages."""
         self.insitu_attach()
+        self.insitu_shared = {}
         interrupt_blocks_only()
         if isinstance(self.insitu_host, FollowingHost):
             return
@@ -78,20 +79,23 @@ class InsituWorker:
         interleaver = self._insitu.interleaver
         return interleaver.modules.outline(), interleaver.anatomy.layers
 
-    def insitu_submit(self, jobs: list[Job], shared: list[Any] | None = None) -> None:
-        self.insitu_shared = Shared(shared or [])
+    def insitu_submit(self, jobs: list[Job], shared: list[Any] | None = None, shipment: int = 0) -> None:
+        if shared:
+            self.insitu_shared[shipment] = Shared(shared)
         self._insitu.submit(jobs)
 
     def insitu_collect(self, results: dict[str, Any]) -> dict[str, list[Outcome]]:
         return self._insitu.collect(results)
 
-    def insitu_changes(self) -> dict[int, Any]:
+    def insitu_changes(self, shipment: int) -> dict[int, Any]:
         """What blocks have changed of the objects that came with them."""
-        shared, self.insitu_shared = self.insitu_shared, None
-        return shared.changes(self.insitu_port.hindrance) if shared and self.insitu_port else {}
+        assert self.insitu_port is not None, "the objects came by a message"
+        return self.insitu_shared.pop(shipment).changes(self.insitu_port.hindrance)
 
-    def insitu_drop(self, jobs: list[str]) -> None:
+    def insitu_drop(self, jobs: list[str], shipment: int = 0) -> None:
         self._insitu.drop(jobs)
+        if shipment:
+            self.insitu_shared.pop(shipment, None)
 
     def insitu_in_flight(self) -> int:
         return self._insitu.in_flight()
