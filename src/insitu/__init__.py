@@ -4,7 +4,9 @@ Floors, each importing only from those below it::
 
     walkthrough, cli, recipes, plots
     engine      vLLM, and nothing else knows it
+    guard       blocks from the network, restricted
     run         blocks beside any torch forward
+    net         what travels between a server and its clients
     tree        nodes, places, the outline of a model
     block       a ``with`` body as data; standard library only
 """
