@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +211,18 @@ def test_a_class_that_comes_back_is_left_as_it_is() -> None:
     constructor = KeywordError.__init__
     sent(KeywordError(place="here"))
     assert KeywordError.__init__ is constructor
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["installed", "the user's"])
+def test_what_is_installed_elsewhere_travels_by_its_name(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a folder of PYTHONPATH, as by `pip install --target`."""
+    name = f"somewhere_{installed}".lower()
+    (tmp_path / f"{name}.py").write_text("def f(): return 1\n")
+    if installed:
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module(name).f
+    assert (sent(function) is function) == installed
+    assert sent(function)() == 1

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -54,17 +55,23 @@ def _is_users(module: ModuleType) -> bool:
     name = getattr(module, "__name__", None)
     if not file or not name or name == "__main__" or sys.modules.get(name) is not module:
         return False
-    return name.partition(".")[0] != __name__.partition(".")[0] and not _is_installed(file)
+    return name.partition(".")[0] not in _NEVER and not _is_installed(file)
+
+
+# cloudpickle's own functions are what everything else is made of on the other side.
+_NEVER = {__name__.partition(".")[0], "cloudpickle"}
 
 
 @cache
 def _is_installed(file: str) -> bool:
-    return file.startswith(_installed_folders())
+    return file.startswith(_installed_folders(tuple(sys.path)))
 
 
-@cache
-def _installed_folders() -> tuple[str, ...]:
+@lru_cache(maxsize=1)
+def _installed_folders(searched: tuple[str, ...]) -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages()}
+    # `pip install --target` puts packages where PYTHONPATH says.
+    found |= {folder.rstrip("/") for folder in searched if folder and any(Path(folder).glob("*.dist-info"))}
     return tuple(path + "/" for path in found)
