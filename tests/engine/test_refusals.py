@@ -238,7 +238,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"extra_args": 3}, "`extra_args` takes a dict by name or None; got int 3"),
     ({"structured_outputs": 3}, "`structured_outputs` takes StructuredOutputsParams or None; got int 3"),
     ({"lora_request": "path"}, "`lora_request` takes LoRARequest or None; got str 'path'"),
-    ({"edits": ["a"]}, "`edits`: installed edits are not in this version: write what the edit does in the block"),
+    ({"edits": ["a"]}, "edits: there is no installed edit `a`"),
+    ({"edits": "a"}, "`edits` takes a list of texts or None; got str 'a'"),
     ({"serve": "url"}, "`serve`: this version traces engines in this process alone: leave `serve` out"),
 ]
 
@@ -622,23 +623,11 @@ def test_a_deep_list_of_slices_is_refused_by_name(llama: Any) -> None:
 
 # What this version does not have.
 
-LATER = "is not in this version, and no module"
 ABSENT: list[tuple[Callable[[Any], Any], type[InsituError], str]] = [
     (
-        lambda model: model.generate("x"),  # here
+        lambda model: model.serve(),  # here
         insitu.UnknownModuleError,
-        f"`model.generate` {LATER}: plain requests go through "
-        f"`model.vllm_entrypoint.generate(prompts, SamplingParams(...))`",
-    ),
-    (
-        lambda model: model.edit(),  # here
-        insitu.UnknownModuleError,
-        f"`model.edit` {LATER}: write what it would do in the block of each trace",
-    ),
-    (
-        lambda model: model.clear_edits(),  # here
-        insitu.UnknownModuleError,
-        f"`model.clear_edits` {LATER}: write what it would do in the block of each trace",
+        "`model.serve` is not in this version, and no module: `model.trace` runs the model in this process",
     ),
     (
         lambda model: insitu.VLLM("x", mode="async"),  # here
@@ -668,8 +657,7 @@ def test_what_is_not_there(llama: Any, call: Callable[[Any], Any], kind: type[Ba
 
 
 def test_names_of_later_versions_are_no_attributes(llama: Any) -> None:
-    assert not hasattr(llama, "generate")
-    assert not hasattr(llama, "edit")
+    assert not hasattr(llama, "serve")
 
 
 # What an engine is built of.

@@ -147,7 +147,7 @@ def test_a_place_inside_a_skipped_module_is_refused_by_name(packed: Packed, insi
     with pytest.raises(
         OutOfOrderError,
         match=rf"`layers\.0\.{inside}\.output` can't be read: it is inside `layers\.0`, "
-        r"which this block skips",
+        r"which is skipped for this request",
     ):
         packed.alone(rows(1), block)
 

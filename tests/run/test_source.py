@@ -392,7 +392,7 @@ def test_an_operation_inside_a_skipped_one_is_refused_by_name(packed: Packed) ->
         source(packed).scaled_0.source.torch_mul_0.output
 
     with pytest.raises(
-        OutOfOrderError, match=r"it is inside `layers\.0\.mlp\.source\.scaled_0`, which this block skips"
+        OutOfOrderError, match=r"it is inside `layers\.0\.mlp\.source\.scaled_0`, which is skipped for this request"
     ):
         packed.alone(rows(1), block)
 
@@ -400,7 +400,7 @@ def test_an_operation_inside_a_skipped_one_is_refused_by_name(packed: Packed) ->
         packed.nodes.layers[0].mlp.skip(torch.zeros(1, WIDTH))
         source(packed).scaled_0.output
 
-    with pytest.raises(OutOfOrderError, match=r"it is inside `layers\.0\.mlp`, which this block skips"):
+    with pytest.raises(OutOfOrderError, match=r"it is inside `layers\.0\.mlp`, which is skipped for this request"):
         packed.alone(rows(1), module)
 
 

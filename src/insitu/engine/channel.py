@@ -51,6 +51,10 @@ class Channel(Protocol):
 
     def submit(self, jobs: Sequence[Job]) -> Shipment: ...
 
+    def install(self, number: int, edit: Job) -> None:
+        """Has an edit's block run beside the requests that carry its number."""
+        ...
+
     def settle(self, shipment: Shipment) -> None:
         """To be called when the jobs have ended: objects of the caller are as they left them."""
         ...
@@ -77,6 +81,9 @@ class Direct:
     def submit(self, jobs: Sequence[Job]) -> Shipment:
         self.call("insitu_submit", jobs)
         return Shipment(list(jobs))
+
+    def install(self, number: int, edit: Job) -> None:
+        self.call("insitu_install", number, edit)
 
     def settle(self, shipment: Shipment) -> None:
         pass
@@ -195,6 +202,13 @@ class Wired(Messages):
             raise
         return shipment
 
+    def install(self, number: int, edit: Job) -> None:
+        try:
+            self.call("insitu_install", number, edit)
+        except Exception:
+            self.check_hindrance([edit])
+            raise
+
     def settle(self, shipment: Shipment) -> None:
         if shipment.shared:
             self.put_back(shipment, self.call("insitu_changes", shipment.number))
@@ -235,6 +249,13 @@ class AsyncWired(Messages):
             self.check_hindrance(jobs)
             raise
         return shipment
+
+    async def install(self, number: int, edit: Job) -> None:
+        try:
+            await self.call("insitu_install", number, edit)
+        except Exception:
+            self.check_hindrance([edit])
+            raise
 
     async def settle(self, shipment: Shipment) -> None:
         if shipment.shared:

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from insitu.block import Block, FunctionBlock, Lost, Saves, current_saves
+from insitu.block import Block, FunctionBlock, Lost, Saves, containers, current_saves
 
 if TYPE_CHECKING:
     from insitu.run import Text
 
-_KEY = "insitu"
 BY_BLOCK = "tracer.stop()"
 """The ``stop_reason`` of a request that its block has ended."""
 
@@ -51,6 +50,8 @@ class Job:
     owner: object = None
     invoke: int = 0
     """Which invoke of its trace it is."""
+    fresh: bool = False
+    """Whether it runs many times, and each run is to have lists, dicts and sets of its own."""
 
     @property
     def parts(self) -> Mapping[str, Any]:
@@ -60,7 +61,8 @@ class Job:
     def execution(self) -> Execution:
         if isinstance(self.block, FunctionBlock):
             return _FunctionExecution(self.block, self.tracer)
-        return _BlockExecution(self.block, self.values, self.module_name)
+        values = containers.copied(self.values) if self.fresh else self.values
+        return _BlockExecution(self.block, values, self.module_name)
 
 
 class _BlockExecution:
@@ -106,14 +108,3 @@ class _FunctionExecution:
 
     def lost(self, others: Iterable[str]) -> list[Lost]:
         return []
-
-
-def tagged(job: str) -> dict[str, Any]:
-    """The ``extra_args`` of a request's sampling parameters that name its job."""
-    return {_KEY: job}
-
-
-def job_id(sampling_params: Any) -> str | None:
-    """The job named by a request's sampling parameters, if it is a traced one."""
-    extra = getattr(sampling_params, "extra_args", None)
-    return extra.get(_KEY) if extra else None

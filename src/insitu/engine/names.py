@@ -13,9 +13,13 @@ def require_known(given: Iterable[str], known: Collection[str], what: str) -> No
     """Raises ``ArgumentError``, naming the nearest known one, for a name that is not known."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"; did you mean `{near[0]}`?" if near else ""
-            raise ArgumentError(f"`{name}` is not {what}{hint}")
+            raise ArgumentError(f"`{name}` is not {what}{nearest(name, known)}")
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """A hint at the known name that is most like ``name``, if any is."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 def merged(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from insitu.block import Block, EngineError
 from insitu.engine.channel import UnknownBlockError
+from insitu.engine.client.edit import EditTracer
 from insitu.engine.client.model import VLLM
 from insitu.engine.client.plan import BaseTrace, Invoke
 from insitu.run import Interleaver
@@ -121,6 +122,8 @@ def named(obj: Any, model: Any) -> Any:
         return "node", path_of(obj)
     if isinstance(obj, Invoke):
         return ("invoke",)
+    if isinstance(obj, EditTracer):
+        return ("edit's tracer",)
     return None
 
 
@@ -132,4 +135,6 @@ def found(name: Any, model: Any) -> Any:
         return VLLM(rest[0])
     if kind == "node":
         return model.get(rest[0]) if rest[0] else model._root
+    if kind == "edit's tracer":
+        return EditTracer(model._engine)
     return Invoke.__new__(Invoke)

@@ -61,6 +61,12 @@ class BlockRun:
         self.owner: object = None
         self.adapter: Any = None
         self.request = ""
+        """Names it among all runs."""
+        self.order = 0
+        """Its place among the runs beside the same request, which share their rows."""
+        self.beside: list[BlockRun] = []
+        self.rows = 1
+        """How many rows it has in this step."""
         self._program = program
         self._model = model
         self._state = TorchState()
@@ -158,8 +164,8 @@ class BlockRun:
 
     @property
     def skipped(self) -> list[Place]:
-        """What the block has skipped in this step, by its output."""
-        return [place for step, place in self._skipped if step == self.step]
+        """What it, or a block beside the same request, has skipped in this step, by its output."""
+        return [place for run in (self, *self.beside) for step, place in run._skipped if step == self.step]
 
     @property
     def seen(self) -> int:

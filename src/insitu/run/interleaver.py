@@ -316,6 +316,7 @@ class Interleaver:
         self.touched = set()
         for run in self._arrived(place):
             try:
+                refusals.require_not_skipped(place, run.beside)
                 served = self._show(run, place, live)
                 live = served.write_back(copies, self._ids_below(place))
                 self.touched |= served.touched
@@ -359,7 +360,8 @@ class Interleaver:
         runs = self._waiting.pop(place, [])
         if absent := [run for run in runs if run not in self.rows]:
             self._waiting[place] = absent
-        return [run for run in runs if run in self.rows]
+        runs = [run for run in runs if run in self.rows]
+        return sorted(runs, key=lambda run: run.order) if any(run.beside for run in runs) else runs
 
     def _ids_below(self, place: Place) -> int:
         module = self.modules.by_path.get(place.path)

@@ -211,6 +211,8 @@ class Leader(ParallelInterleaver):
 class Shadow:
     """A run as a rank that follows knows it."""
 
+    beside = ()
+
     def __init__(self, request: str) -> None:
         self.request = request
         self.skipping = False

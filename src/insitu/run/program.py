@@ -18,13 +18,16 @@ from insitu.run.served import rebuilt
 @dataclass
 class Outcome:
     """What one run of a block left: saved values by name (or what a function returned), the names it
-    was asked to export, what it saved in vain, and its error."""
+    was asked to export, what it saved in vain, and its error. ``edit``: the number of the installed edit that it
+    is of; ``sequence``: that of its request which it ran beside."""
 
     saves: dict[str, Any] = field(default_factory=dict)
     bound: dict[str, Any] = field(default_factory=dict)
     returned: Any = None
     error: BaseException | None = None
     lost: Sequence[Lost] = ()
+    edit: int | None = None
+    sequence: int = 0
 
 
 def outcome_of(run: BlockRun, saves: dict[str, Any], bound: dict[str, Any], lost: Sequence[Lost] = ()) -> Outcome:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 
 from insitu.block import LocationError, NotReachedError, OutOfOrderError, SharedModuleError
 from insitu.run.modules import ModuleTable
 from insitu.tree import Place
+
+if TYPE_CHECKING:
+    from insitu.run.block_run import BlockRun
 
 
 def after_result(place: Place) -> OutOfOrderError:
@@ -14,7 +20,14 @@ def after_result(place: Place) -> OutOfOrderError:
 
 
 def inside_skipped(place: Place, skipped: Place) -> OutOfOrderError:
-    return OutOfOrderError(f"`{place}` can't be read: it is inside `{skipped.call}`, which this block skips")
+    return OutOfOrderError(f"`{place}` can't be read: it is inside `{skipped.call}`, which is skipped for this request")
+
+
+def require_not_skipped(place: Place, others: Iterable[BlockRun]) -> None:
+    """Raises if the call that is under way is one that a block beside the same request skips."""
+    for other in others:
+        if other.skipping and other.waiting is not None and place.is_inside(other.waiting):
+            raise inside_skipped(place, other.waiting)
 
 
 def gone_by(place: Place, at: Place | None) -> OutOfOrderError:

@@ -25,7 +25,7 @@ from insitu.run.served import Served
 from insitu.run.snapshot import SharedServed, Snapshot
 from insitu.run.structure import Structure, tensors_in
 from insitu.run.torch_state import BlockState
-from insitu.tree import Place
+from insitu.tree import RESULT, Place
 
 _FEW = 8
 Edits = Mapping[Place, Sequence[tuple[BlockRun, Target]]]
@@ -114,8 +114,9 @@ class TappedInterleaver(Interleaver):
         self._taps.set({}, {})
 
     def _takes_promises(self, run: BlockRun) -> bool:
-        """In its decode steps, a block that was seen to edit, and nothing that needs the values."""
-        if not run.started or run.done:
+        """In its decode steps, a block that was seen to edit, and nothing that needs the values; and alone, since
+        a table holds one edit of a row, and that row is its request's only one."""
+        if not run.started or run.done or run.rows != 1 or _has_company(run):
             return False
         habit = self._habits.of_decoding(run)
         known = habit.edits and not habit.needs_values and not habit.leaves_taps
@@ -146,7 +147,7 @@ class TappedInterleaver(Interleaver):
             return Path.EAGER
         runs = [run for place, waiting in self._waiting.items() if place.in_forward for run in waiting]
         habits = [self._habits.of(run) for run in runs]
-        if any(run.names_source for run in runs) or any(habit.leaves_taps for habit in habits):
+        if any(run.names_source or _has_company(run) for run in runs) or any(habit.leaves_taps for habit in habits):
             return Path.EAGER
         edits = any(habit.edits for habit in habits)
         return Path.OPEN if edits or not self._repeatable else Path.TAPPED
@@ -307,3 +308,8 @@ class TappedInterleaver(Interleaver):
     def _watch(self, place: Place) -> None:
         if not self._compiled:
             super()._watch(place)
+
+
+def _has_company(run: BlockRun) -> bool:
+    """Whether another block beside the same request goes on: what one edits is what the other is to see."""
+    return any(not other.done and other.waiting != RESULT for other in run.beside)

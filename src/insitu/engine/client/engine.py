@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm import LLM, RequestOutput, SamplingParams
@@ -14,15 +15,22 @@ from vllm.lora.request import LoRARequest
 from insitu.block import ArgumentError, EngineError, Lost, RequestError
 from insitu.block.tracebacks import user_frame
 from insitu.engine.channel import Channel, Shipment
+from insitu.engine.client.edit import Edit
+from insitu.engine.client.installed import Installed
 from insitu.engine.client.launch import free_engines, shut_down
 from insitu.engine.client.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.client.prompts import Limits, as_prompt, require_room
 from insitu.engine.client.sampling import certain_length, check_sampling, sampling_params
-from insitu.engine.job import BY_BLOCK, Job, tagged
+from insitu.engine.job import Job
 from insitu.engine.lora import Fit, require_applied
+from insitu.engine.tag import Tag
 from insitu.run import Home, Outcome
 from insitu.tree import Outline
 
+_SPECULATIVE = (
+    "this engine decodes speculatively: a step computes rows of tokens that may be thrown away, which a block can't "
+    "be shown yet."
+)
 ABORTED = "the request was aborted before it ended"
 
 
@@ -44,6 +52,9 @@ class Result:
 
     @property
     def error(self) -> BaseException | None:
+        """That of an edit which ran beside it, else its own."""
+        if self.output is not None and self.output.error is not None:
+            return self.output.error
         return next((outcome.error for outcome in self.outcomes if outcome.error is not None), None)
 
     @property
@@ -63,7 +74,8 @@ class Result:
         saved = (value for outcome in self.outcomes for value in outcome.saves.values())
         for output in (self.output, *(value for value in saved if isinstance(value, RequestOutput))):
             for completion, outcome in zip(output.outputs, self.outcomes, strict=False):
-                vars(completion)["saves"] = _without_outputs(outcome.saves)
+                beside = vars(completion).get("saves", {})
+                vars(completion)["saves"] = {**beside, **_without_outputs(outcome.saves)}
 
     def bound(self, name: str) -> dict[str, Any]:
         """The name with what the block bound to it, saved or not, if it was asked to export it."""
@@ -88,6 +100,7 @@ class EngineClient:
         self.owner = owner
         self.outline: Outline
         self.layers: int
+        self.installed: Installed
         self._channel = channel
         self._limits = _limits(config)
         self._speculative = config.speculative_config is not None
@@ -126,15 +139,26 @@ class EngineClient:
 
     def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
         if self._speculative:
-            raise RequestError(
-                "this engine decodes speculatively: a step computes rows of tokens that may be thrown away, which "
-                "a block can't be shown yet. Load the model without speculative_config to trace it"
-            )
+            raise RequestError(f"{_SPECULATIVE} Load the model without speculative_config to trace it")
+        prepared = self.prepare_plain(prompt, settings, self._limits)
+        require_room(prepared.prompt, prepared.params.max_tokens, self._limits)
+        return prepared
+
+    def prepare_plain(self, prompt: Any, settings: Mapping[str, Any], limits: Limits | None = None) -> Prepared:
+        """One without a block of its own, whose prompt may be longer than a step."""
         check_sampling(settings)
-        params = sampling_params(settings)
-        given = as_prompt(prompt, lambda: self.tokenizer, self._limits)
-        require_room(given, params.max_tokens, self._limits)
-        return Prepared(given, params, settings.get("lora_request"))
+        self.installed.chosen(settings.get("edits"))
+        limits = limits or replace(self._limits, max_step_tokens=sys.maxsize)
+        given = as_prompt(prompt, lambda: self.tokenizer, limits)
+        return Prepared(given, sampling_params(settings), settings.get("lora_request"))
+
+    def prepare_edit(self, edit: Edit, job: Job) -> int:
+        """The number of a new edit. Raises ``RequestError`` if the engine can't run any."""
+        self._require_alive()
+        if self._speculative:
+            raise RequestError(f"{_SPECULATIVE} Load the model without speculative_config to install edits")
+        job.owner = self.owner
+        return self.installed.number(edit.name)
 
     def refused(self, error: BaseException) -> Result:
         """The result of a request that did not run."""
@@ -183,7 +207,8 @@ class Engine(EngineClient):
     def __init__(self, llm: LLM, channel: Channel, owner: object) -> None:
         super().__init__(llm, llm.llm_engine.vllm_config, channel, owner)
         self.outline, self.layers = channel.call("insitu_outline")
-        self._loop = EngineLoop(llm)
+        self.installed = Installed(llm.llm_engine)
+        self._loop = EngineLoop(llm, self.installed.stamp, self._deliver)
 
     @property
     def tokenizer(self) -> Any:
@@ -192,7 +217,9 @@ class Engine(EngineClient):
         return self.llm.get_tokenizer()
 
     def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
-        prepared = super().prepare(prompt, settings)
+        return self._with_adapter(super().prepare(prompt, settings))
+
+    def _with_adapter(self, prepared: Prepared) -> Prepared:
         if self._is_new(prepared.lora):
             self._fits(prepared.lora, self._channel.call("insitu_fit", prepared.lora))
         return prepared
@@ -207,8 +234,6 @@ class Engine(EngineClient):
         results: dict[str, Result] = {}
 
         def finished(outputs: Mapping[str, Any]) -> None:
-            for output in outputs.values():
-                note_stop(output)
             outcomes = self._channel.call("insitu_collect", dict(outputs), jobs=list(outputs))
             for job, output in outputs.items():
                 results[job] = Result(outcomes[job], output)
@@ -219,17 +244,73 @@ class Engine(EngineClient):
         shipment: Shipment | None = self._channel.submit(jobs)
         given_up = shipment
         try:
-            self._loop.run([request_of(prepared, job) for prepared, job in work], finished)
+            self._drive([request_of(prepared, job) for prepared, job in work], finished)
             given_up = None
-        except FailedStepError as failure:
-            self._failure = failure.__cause__
-            self._require_alive()
         finally:
             lost = [job.id for job in jobs if job.id not in results]
             if lost or given_up:
                 self._channel.drop(lost, given_up)
         self._channel.settle(shipment)
         return [results.get(job.id) or self.refused(RequestError(ABORTED)) for job in jobs]
+
+    def _drive(self, requests: Sequence[Request], finished: Callable[[Mapping[str, Any]], None]) -> None:
+        try:
+            self._loop.run(requests, finished)
+        except FailedStepError as failure:
+            self._failure = failure.__cause__
+            self._require_alive()
+
+    def generate(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
+        """Plain requests; their outputs in the order of the prompts, once all have ended."""
+        work = [self._with_adapter(self.prepare_plain(prompt, settings)) for prompt in prompts]
+        requests = [Request(str(i), one.prompt, one.params, one.lora) for i, one in enumerate(work)]
+        results: dict[str, Any] = {}
+        self._require_alive()
+        with self._loop.turn:
+            self._require_alive()
+            self._drive(requests, results.update)
+        if len(results) < len(requests):
+            raise RequestError(ABORTED)
+        return [results[request.job] for request in requests]
+
+    # -- edits ----------------------------------------------------------------------------
+
+    def in_flight(self) -> int:
+        with self._loop.turn:
+            self._sweep()
+            return super().in_flight()
+
+    def install(self, edit: Edit, job: Job) -> None:
+        """From now on ``job``'s block runs beside every request."""
+        with self._loop.turn:
+            number = self.prepare_edit(edit, job)
+            self._channel.install(number, job)
+            edit.number = number
+            self.installed.add(edit)
+
+    def clear(self, edits: Iterable[Edit]) -> None:
+        if not self._closed:
+            with self._loop.turn:
+                self._uninstall(self.installed.remove(edit.number for edit in edits))
+                self._sweep()
+
+    def _deliver(self, outputs: Iterable[Any]) -> None:
+        """Puts on finished outputs what edits left beside their requests."""
+        if ended := self.installed.finished(outputs):
+            outcomes = self._channel.call("insitu_collect", ended, jobs=list(ended))
+            for group, output in ended.items():
+                self.installed.attach(output, outcomes[group])
+            self._uninstall(self.installed.forget(ended))
+
+    def _sweep(self) -> None:
+        """Lets go of what edits hold for requests that were aborted."""
+        if gone := self.installed.gone():
+            self._channel.drop(gone)
+            self._uninstall(self.installed.forget(gone))
+
+    def _uninstall(self, numbers: list[int]) -> None:
+        if numbers:
+            self._channel.call("insitu_uninstall", numbers)
 
     def close(self) -> None:
         self._closed = True
@@ -241,13 +322,6 @@ class Engine(EngineClient):
 
 def no_tokenizer() -> EngineError:
     return EngineError("this engine was built with skip_tokenizer_init: give prompts as token ids")
-
-
-def note_stop(output: RequestOutput) -> None:
-    """A request that its block has ended has finished by a stop."""
-    for completion in output.outputs:
-        if completion.stop_reason == BY_BLOCK:
-            completion.finish_reason = "stop"
 
 
 def _key(lora: LoRARequest) -> tuple[int, str]:
@@ -280,7 +354,7 @@ def _cache_tokens(config: VllmConfig) -> int:
 def request_of(prepared: Prepared, job: Job) -> Request:
     params = prepared.params
     params.skip_clone = True  # they are this request's alone
-    params.extra_args = {**(params.extra_args or {}), **tagged(job.id)}
+    params.extra_args = {**(params.extra_args or {}), **Tag(job.id).fields()}
     # All rows are computed, also those that another sequence of the same request has just left in the
     # cache; and under a salt of its own, what the block edits is served to nobody else.
     params.skip_reading_prefix_cache = True

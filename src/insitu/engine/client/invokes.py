@@ -93,8 +93,8 @@ def merged_saves(invocations: Sequence[Invocation]) -> dict[str, Any]:
     return {name: values[0] if len(values) == 1 else values for name, values in saved.items()}
 
 
-def merged_error(results: Sequence[Result]) -> BaseException | None:
-    """The error of the one request that failed, or a group of several. Each has ``.invoke``, its index."""
+def merged_error(results: Sequence[Any], what: str = "invokes") -> BaseException | None:
+    """The error of the one of ``results`` that has one, or a group of several. Each has ``.invoke``, its index."""
     errors: list[BaseException] = []
     for index, result in enumerate(results):
         error = result.error
@@ -109,4 +109,4 @@ def merged_error(results: Sequence[Result]) -> BaseException | None:
     group = getattr(builtins, "BaseExceptionGroup", None)
     if group is None:  # Python 3.10
         group = importlib.import_module("exceptiongroup").BaseExceptionGroup
-    return group(f"{len(errors)} of {len(results)} invokes failed", errors)
+    return group(f"{len(errors)} of {len(results)} {what} failed", errors)

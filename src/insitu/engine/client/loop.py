@@ -15,7 +15,7 @@ from insitu.tree import current
 
 @dataclass(frozen=True)
 class Request:
-    """One traced request, ready for vLLM. ``job`` is the id of its block's job."""
+    """One request, ready for vLLM. ``job`` is the id of its block's job, or any other key if it has none."""
 
     job: str
     prompt: dict[str, Any]
@@ -37,16 +37,20 @@ class EngineLoop:
     itself, and other threads that add requests or step wait.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, stamp: Callable[[Any], None], deliver: Callable[[Sequence[Any]], None]) -> None:
+        """``stamp`` gets each request before vLLM's engine core does, ``deliver`` the outputs of each step."""
         self._llm = llm
         self._engine = llm.llm_engine
         self._kept: list[Any] = []
         self.turn = threading.RLock()
-        self._step: Callable[[], list[Any]] = self._engine.step
+        self._take_step: Callable[[], list[Any]] = self._engine.step
+        self._deliver = deliver
         self._unfinished: Callable[[], bool] = self._engine.has_unfinished_requests
         self._add: Callable[..., Any] = self._engine.add_request
         self._engine.step = self._step_for_others
         self._engine.add_request = self._add_in_turn
+        core = self._engine.engine_core
+        core.add_request = _stamped(core.add_request, stamp)
         self._engine.has_unfinished_requests = lambda: bool(self._kept) or self._unfinished()
 
     def run(self, requests: Sequence[Request], finished: Callable[[Mapping[str, Any]], None]) -> None:
@@ -78,6 +82,11 @@ class EngineLoop:
             if waiting or len(internal) < len(requests):
                 self._engine.abort_request(internal, internal=True)
 
+    def _step(self) -> list[Any]:
+        outputs = self._take_step()
+        self._deliver(outputs)
+        return outputs
+
     def _checked_step(self) -> list[Any]:
         try:
             return self._step()
@@ -102,6 +111,14 @@ class EngineLoop:
         _refuse_in_block()
         with self.turn:
             return self._add(*args, **kwargs)
+
+
+def _stamped(add: Callable[[Any], Any], stamp: Callable[[Any], None]) -> Callable[[Any], Any]:
+    def add_stamped(request: Any) -> Any:
+        stamp(request)
+        return add(request)
+
+    return add_stamped
 
 
 def _refuse_in_block() -> None:

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from insitu.block import ArgumentError, EngineError, UnknownModuleError
 from insitu.block.tracebacks import user_lines
+from insitu.engine.client.edit import Edit, EditStatement, refuse_in_block
 from insitu.engine.client.prompts import are_several, token_ids
 from insitu.engine.client.tokens import positions_of
 from insitu.engine.client.trace import Trace
 from insitu.tree import Listing, ModelPlaces, Node, current
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput
+
     from insitu.engine.check.report import CheckReport
     from insitu.engine.client.engine import Engine
     from insitu.engine.worker.host import Stats
 
 T = TypeVar("T")
 _MISSING: Any = object()
-_EACH_TIME = "write what it would do in the block of each trace"
 _LATER = {
-    "generate": "plain requests go through `model.vllm_entrypoint.generate(prompts, SamplingParams(...))`",
-    **dict.fromkeys(("edit", "clear_edits", "aclear_edits"), _EACH_TIME),
     "serve": "`model.trace` runs the model in this process",
 }
 
@@ -225,6 +225,50 @@ class VLLM(ModelPlaces):
             raise error
         return returned if several else returned[0]
 
+    @user_lines
+    def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
+        """Plain generation; one ``RequestOutput`` for each of ``prompts`` (one prompt, or a list of them).
+
+        What installed edits saved is in ``output.saves``, by name, and for each sequence in the ``saves`` of
+        its completion. ``sampling`` is as for ``trace``. Raises what an edit raised beside one of the requests
+        once all have ended, an ``ExceptionGroup`` if that are several; each has ``.invoke``, the prompt's index.
+        """
+        several = are_several(prompts)
+        with self._lock:
+            outputs = self._running().generate(prompts if several else [prompts], sampling)
+        error = _merged_error(outputs)
+        if error is not None:
+            raise error
+        return outputs
+
+    # -- edits ----------------------------------------------------------------------------
+
+    @user_lines
+    def edit(self, name: str | None = None) -> EditStatement:
+        """A ``with`` statement whose body stays on the engine, to run beside every request from then on::
+
+            with model.edit("steer") as (tracer, edit):
+                for step in tracer.all():
+                    model.resid_post[6][:] += vector
+
+        That means those of ``trace``, ``run`` and ``generate`` and of ``vllm_entrypoint``; a request may name
+        those that it wants with ``edits=[names]``, and gets them and all unnamed ones. What the body reads of
+        its caller it keeps as it is now; nothing is bound in the caller, and what it saves comes on the output
+        of each request as ``output.saves``.
+        """
+        return EditStatement(self._running(), name)
+
+    def edits(self) -> list[Edit]:
+        """The installed edits, in the order in which they run."""
+        return list(self._engine.installed) if self._engine else []
+
+    @user_lines
+    def clear_edits(self) -> None:
+        """Takes all edits off the engine. Requests that came before keep theirs to their end."""
+        refuse_in_block("edits", "cleared")
+        if self._engine is not None:
+            self._engine.clear(self._engine.installed)
+
     def _operations(self, path: str, op: str) -> Listing | None:
         return self._engine.operations(path, op) if self._engine else None
 
@@ -258,6 +302,12 @@ class VLLM(ModelPlaces):
             state = "closed" if self._closed else "not built yet: model.dispatch() or the first trace builds it"
             return f"VLLM({self._repo!r})  # engine {state}"
         return self._engine.outline.render()
+
+
+def _merged_error(outputs: Sequence[Any]) -> BaseException | None:
+    from insitu.engine.client.invokes import merged_error
+
+    return merged_error(outputs, "requests")
 
 
 def _starter() -> Callable[..., Engine]:

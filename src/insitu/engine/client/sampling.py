@@ -13,14 +13,20 @@ from vllm.lora.request import LoRARequest
 
 from insitu.block import ArgumentError
 from insitu.engine.names import require_known
+from insitu.engine.tag import ASKED
 
 # Fields that vLLM fills in by itself, or that insitu sets.
 _INTERNAL = {"output_kind", "skip_clone"}
 _KNOWN = {
     name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_") and name not in _INTERNAL
 }
-_OURS = {"max_new_tokens", "lora_request"}
-_WANTED = {**get_type_hints(SamplingParams), "max_new_tokens": int | None, "lora_request": LoRARequest | None}
+_OURS = {"max_new_tokens", "lora_request", "edits"}
+_WANTED = {
+    **get_type_hints(SamplingParams),
+    "max_new_tokens": int | None,
+    "lora_request": LoRARequest | None,
+    "edits": list[str] | None,
+}
 _WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -34,7 +40,6 @@ _WORDS: dict[Any, str] = {
 }
 _LARGEST = 2**63 - 1
 _LATER = {
-    "edits": "installed edits are not in this version: write what the edit does in the block",
     "serve": "this version traces engines in this process alone: leave `serve` out",
 }
 
@@ -56,6 +61,8 @@ def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
     fields = {name: _typed(name, value) for name, value in settings.items() if name not in _OURS}
     if "max_new_tokens" in settings:
         fields["max_tokens"] = _typed("max_new_tokens", settings["max_new_tokens"])
+    if settings.get("edits") is not None:
+        fields["extra_args"] = {**(fields.get("extra_args") or {}), ASKED: list(settings["edits"])}
     try:
         return SamplingParams(**fields)
     except Exception as error:

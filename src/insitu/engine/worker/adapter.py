@@ -6,15 +6,16 @@ What differs between the runners is in ``runner_v1`` and ``runner_v2``, a few sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 
 from insitu.block import RequestError
-from insitu.engine.job import job_id
 from insitu.engine.lora import Loras
+from insitu.engine.tag import tag_of
 from insitu.engine.worker.following import FollowingHost
-from insitu.engine.worker.host import Host
+from insitu.engine.worker.host import Host, New
 from insitu.engine.worker.logprobs import rescored
 from insitu.engine.worker.ranks import interleaver_of
 from insitu.run import Rows
@@ -40,7 +41,7 @@ class Adapter:
         self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
         if self.loras:
             self.interleaver.calls.beside = self.loras.beside
-        self.runs: dict[str, Any] = {}
+        self.runs: dict[str, list[Any]] = {}
         self.waits_in_forward = False
         self.tapped = False
         self._expects_logits = False
@@ -57,10 +58,9 @@ class Adapter:
 
     def begin(self, scheduled: Any) -> None:
         """Takes in what vLLM's scheduler says of this step, and runs blocks up to where they wait."""
-        if self.host.jobs:
-            self._admit(scheduled)
+        self._admit(scheduled)
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
-        self.waits_in_forward = bool(self.runs) and self.interleaver.begin(self.runs.values())
+        self.waits_in_forward = bool(self.runs) and self.interleaver.begin(chain.from_iterable(self.runs.values()))
         self._expects_logits = bool(self.runs)
         if not self.runs:
             self.interleaver.idle()
@@ -84,11 +84,11 @@ class Adapter:
         self.host.preempted(scheduled.preempted_req_ids or ())
         self.host.preempted(scheduled.scheduled_cached_reqs.resumed_req_ids)
         for new in scheduled.scheduled_new_reqs:
-            job = job_id(new.sampling_params)
-            if job is not None:
+            if tag := tag_of(new.sampling_params):
                 tokens = scheduled.num_scheduled_tokens[new.req_id]
                 length, ids = _prompt_length(new), new.prompt_token_ids
-                self.host.admit(new.req_id, job, new.num_computed_tokens, tokens, length, ids, new.lora_request)
+                about = New(new.req_id, tag, new.num_computed_tokens, tokens, length, ids, new.lora_request)
+                self.host.admit(about)
 
     def token_rows(self, order: Iterable[str], counts: Mapping[str, int], total: int) -> dict[Any, Rows]:
         """The runs' rows in a forward over ``total`` tokens, padding included."""
@@ -96,14 +96,15 @@ class Adapter:
         start = 0
         for request in order:
             stop = start + counts[request]
-            if run := self.runs.get(request):
+            for run in self.runs.get(request, ()):
                 rows[run] = Rows(start, stop, total)
             start = stop
         return rows
 
     def request_rows(self, order: Iterable[str], total: int) -> dict[Any, Rows]:
         """The runs' rows where there is one for each request."""
-        return {self.runs[request]: Rows(i, i + 1, total) for i, request in enumerate(order) if request in self.runs}
+        found = ((run, i) for i, request in enumerate(order) for run in self.runs.get(request, ()))
+        return {run: Rows(i, i + 1, total) for run, i in found}
 
     def order(self) -> list[str]:
         """The requests of this step in the order of their rows, known once the forward begins."""

@@ -1,10 +1,10 @@
-"""The table of requests on a rank that follows: which are traced, and nothing of their blocks."""
+"""The table of requests on a rank that follows: which have blocks beside them, and nothing of these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
+from insitu.engine.worker.host import New, run_key
 from insitu.run.parallel import Follower, Shadow
 
 
@@ -17,31 +17,42 @@ class FollowingHost:
         self.eager_steps = 0
         self.plain_steps = 0
         self.tapped_steps = 0
-        self._live: dict[str, Shadow] = {}
-        self._by_job: dict[str, list[str]] = {}
+        self._live: dict[str, list[Shadow]] = {}
+        self._by_key: dict[str, list[tuple[str, Shadow]]] = {}
 
-    def called(self, method: str, jobs: Sequence[str]) -> None:
-        """The client has called a method of the leader that changes which requests are traced."""
+    def called(self, method: str, keys: Sequence[str]) -> None:
+        """The client has called a method of the leader that changes which requests have blocks."""
         if method == "insitu_submit":
-            self.jobs.update(jobs)
+            self.jobs.update(keys)
         if method == "insitu_collect":
             self.interleaver.follow()
         if method in ("insitu_collect", "insitu_drop"):
-            for job in jobs:
-                self.jobs.discard(job)
-                for request in self._by_job.pop(job, ()):
-                    del self._live[request]
+            for key in keys:
+                self.jobs.discard(key)
+                for request, shadow in self._by_key.pop(key, ()):
+                    self._live[request].remove(shadow)
+                    if not self._live[request]:
+                        del self._live[request]
 
-    def admit(self, request: str, job: str, *_: Any) -> None:
-        if job in self.jobs and request not in self._live:
-            self._live[request] = Shadow(request)
-            self._by_job.setdefault(job, []).append(request)
+    def admit(self, new: New) -> None:
+        request, tag = new.request, new.tag
+        if request in self._live:
+            return
+        runs: list[tuple[str, int | None]] = [(tag.group, number) for number in tag.edits]
+        if tag.job in self.jobs:
+            runs.append((tag.job, None))
+        elif tag.refusal and not runs:
+            runs.append((tag.group, 0))
+        for key, edit in runs:
+            shadow = Shadow(run_key(request, edit))
+            self._live.setdefault(request, []).append(shadow)
+            self._by_key.setdefault(key, []).append((request, shadow))
 
     def preempted(self, requests: Iterable[str]) -> None:
         """Is the leader's business."""
 
-    def runs(self, requests: Iterable[str]) -> dict[str, Shadow]:
-        return {request: self._live[request] for request in requests if request in self._live}
+    def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[Shadow]]:
+        return {request: list(self._live[request]) for request in scheduled if request in self._live}
 
     def ended(self, requests: Iterable[str]) -> frozenset[str]:
         return frozenset()

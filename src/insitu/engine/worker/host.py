@@ -1,22 +1,43 @@
-"""The worker's table of jobs and runs. One host beside one model runner."""
+"""The worker's table of jobs, installed edits and runs. One host beside one model runner."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from insitu.block import RequestError
+from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
+from insitu.engine.tag import Tag
 from insitu.run import BlockRun, Interleaver, Outcome, outcome_of
 from insitu.tree import RESULT
 
 
-@dataclass
+class New(NamedTuple):
+    """A request that appears in a step for the first time, with ``scheduled`` of the ``prompt`` tokens of its prompt
+    after ``computed``, whose ``ids`` are known unless it is given by embeddings, and its LoRA ``adapter``."""
+
+    request: str
+    tag: Tag
+    computed: int = 0
+    scheduled: int = 0
+    prompt: int = 0
+    ids: Any = None
+    adapter: Any = None
+
+
+@dataclass(eq=False)
 class _Live:
+    """One run. ``key``: its job's id, or the group of its request if it is an installed edit's."""
+
     run: BlockRun
     execution: Execution
+    about: Job
     request: str
+    key: str
+    whole: bool
+    edit: int | None = None
+    failed_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,115 +55,171 @@ class Stats:
 
 @dataclass
 class Host:
-    """Jobs wait here for their requests; each becomes a run when its request is first scheduled."""
+    """Jobs wait here for their requests, edits run beside all that name them; each becomes a run when such a
+    request is first scheduled."""
 
     interleaver: Interleaver
     jobs: dict[str, Job] = field(default_factory=dict)
+    installed: dict[int, Job] = field(default_factory=dict)
     eager_steps: int = 0
     plain_steps: int = 0
     tapped_steps: int = 0
-    _live: dict[str, _Live] = field(default_factory=dict)
-    _by_job: dict[str, list[_Live]] = field(default_factory=dict)
+    _live: dict[str, list[_Live]] = field(default_factory=dict)
+    _by_key: dict[str, list[_Live]] = field(default_factory=dict)
 
     # -- the client's side ----------------------------------------------------------------
 
     def submit(self, jobs: Iterable[Job]) -> None:
         self.jobs.update((job.id, job) for job in jobs)
 
+    def install(self, number: int, edit: Job) -> None:
+        """From now on it runs beside the requests that name it, before those installed later."""
+        self.installed[number] = edit
+
+    def uninstall(self, numbers: Iterable[int]) -> None:
+        """To be called once no request that names one of these is still to begin."""
+        for number in numbers:
+            self.installed.pop(number, None)
+
     def collect(self, results: Mapping[str, Any]) -> dict[str, list[Outcome]]:
-        """Ends the jobs named in ``results``, each with its request's output, and forgets them."""
+        """Ends the runs of the keys in ``results`` (of jobs, or of groups), each with its request's output, and
+        forgets them."""
         outcomes: dict[str, list[Outcome]] = {}
-        for job, result in results.items():
-            outcomes[job] = []
-            for live in self._by_job.get(job, ()):
-                self.interleaver.finish(live.run, result)
-                ran, about = live.execution, self.jobs[job]
-                lost = ran.lost(about.exports | about.shared) if live.run.error is None else []
-                outcomes[job].append(outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost))
-            self._forget(job)
+        for key, result in results.items():
+            ending = self._by_key.get(key, ())
+            failed = {live.request for live in ending for each in self._live[live.request] if each.run.error}
+            outcomes[key] = [self._outcome(live, result, live.request in failed) for live in ending]
+            self._forget(key)
         return outcomes
 
-    def drop(self, jobs: Iterable[str]) -> None:
-        """Ends jobs whose requests are gone, without a result."""
-        for job in jobs:
-            for live in self._by_job.get(job, ()):
+    def _outcome(self, live: _Live, result: Any, failed: bool) -> Outcome:
+        own = live.run.error
+        self.interleaver.finish(live.run, result)
+        ran, about = live.execution, live.about
+        lost = ran.lost(about.exports | about.shared) if live.run.error is None else []
+        outcome = outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost)
+        if own is None and (failed or live.failed_beside):
+            outcome.error = None  # it was cut short, because another block of its request had failed
+        outcome.edit = live.edit
+        if live.edit is not None and live.request != live.key:
+            outcome.sequence = int(live.request.partition("_")[0])  # as vLLM names the sequences of a request
+        return outcome
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Ends the runs of requests that are gone, without a result."""
+        for key in keys:
+            for live in self._by_key.get(key, ()):
                 live.run.kill()
-            self._forget(job)
+            self._forget(key)
 
     def in_flight(self) -> int:
-        return len(self.jobs)
+        return len(self.jobs.keys() | self._by_key.keys())
 
-    def _forget(self, job: str) -> None:
-        self.jobs.pop(job, None)
-        for live in self._by_job.pop(job, ()):
-            self._live.pop(live.request, None)
+    def _forget(self, key: str) -> None:
+        self.jobs.pop(key, None)
+        for live in self._by_key.pop(key, ()):
+            left = self._live[live.request] = [each for each in self._live[live.request] if each is not live]
+            for other in left:
+                other.failed_beside |= live.run.error is not None
+                other.run.beside = [each.run for each in left if each is not other]
+            if not left:
+                del self._live[live.request]
 
     # -- the runner's side ----------------------------------------------------------------
 
-    def admit(
-        self,
-        request: str,
-        job: str,
-        computed: int,
-        scheduled: int,
-        prompt: int,
-        ids: Sequence[int] | None,
-        adapter: Any = None,
-    ) -> None:
-        """A request appears in a step for the first time, with ``scheduled`` of the ``prompt`` tokens of its
-        prompt, whose ``ids`` are known unless it is given by embeddings, and the LoRA ``adapter`` that it asks for."""
-        if job not in self.jobs or request in self._live:
+    def admit(self, new: New) -> None:
+        """Begins the runs beside a request: those of its edits, in their order, and then its own."""
+        request, tag = new.request, new.tag
+        if request in self._live:
             return  # the V2 runner announces resumed requests once more
-        execution = self.jobs[job].execution()
-        live = _Live(BlockRun(execution, self.interleaver, self.jobs[job].length), execution, request)
-        live.run.prompt, live.run.owner, live.run.request = ids, self.jobs[job].owner, request
-        live.run.adapter = adapter
-        self._live[request] = live
-        self._by_job.setdefault(job, []).append(live)
-        if computed or scheduled != prompt:
-            live.run.throw(
-                RequestError(
-                    f"the block must see its prompt whole, but this step computes tokens {computed} to "
-                    f"{computed + scheduled} of {prompt}: raise max_num_batched_tokens to at least {prompt}"
-                )
+        lives = [self._begun(self.installed.get(number, _NOTHING), tag.group, new, number) for number in tag.edits]
+        if tag.job in self.jobs:
+            lives.append(self._begun(self.jobs[tag.job], tag.job, new))
+        elif tag.refusal and not lives:
+            lives.append(self._begun(_NOTHING, tag.group, new, 0))
+        if not lives:
+            return
+        self._live[request] = lives
+        for order, live in enumerate(lives):
+            self._by_key.setdefault(live.key, []).append(live)
+            live.run.order, live.run.beside = order, [each.run for each in lives if each is not live]
+        error = self._hindrance(new)
+        for live in lives:
+            if error is not None:
+                live.run.throw(error)
+
+    def _begun(self, about: Job, key: str, new: New, edit: int | None = None) -> _Live:
+        execution = about.execution()
+        run = BlockRun(execution, self.interleaver, about.length)
+        run.prompt, run.owner, run.adapter = new.ids, about.owner, new.adapter
+        run.request = run_key(new.request, edit)
+        return _Live(run, execution, about, new.request, key, new.tag.whole, edit)
+
+    def _hindrance(self, new: New) -> RequestError | None:
+        tag = new.tag
+        if tag.refusal:
+            return RequestError(tag.refusal)
+        if not self.installed.keys() >= {*tag.edits}:
+            return RequestError("an edit of this request was cleared before the request began")
+        if tag.whole and (new.computed or new.scheduled != new.prompt):
+            return RequestError(
+                f"the block must see its prompt whole, but this step computes tokens {new.computed} to "
+                f"{new.computed + new.scheduled} of {new.prompt}: raise max_num_batched_tokens to at least {new.prompt}"
             )
+        return None
 
     def preempted(self, requests: Iterable[str]) -> None:
         """vLLM takes these requests' memory away; resuming computes their steps a second time.
 
         Only a block that has read all that it reads, records nothing and edited nothing that would be lost
-        can bear that.
+        can bear that, or one that does the same to every row.
         """
         for request in requests:
-            live = self._live.get(request)
-            if live is None or _bears_preemption(live.run):
-                continue
-            live.run.refuse(
-                RequestError(
-                    "this request was preempted (by reset_prefix_cache with reset_running_requests, or because the KV "
-                    "cache is full), and a block can't be run twice: trace again, with more memory for the KV cache "
-                    "if that was full"
-                )
-            )
+            for live in self._live.get(request, ()):
+                if not _bears_preemption(live):
+                    live.run.refuse(
+                        RequestError(
+                            "this request was preempted (by reset_prefix_cache with reset_running_requests, or because "
+                            "the KV cache is full), and a block can't be run twice: trace again, with more memory for "
+                            "the KV cache if that was full"
+                        )
+                    )
 
-    def runs(self, requests: Iterable[str]) -> dict[str, BlockRun]:
-        """The runs that go on beside these requests, by request."""
-        return {request: self._live[request].run for request in requests if request in self._live}
+    def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[BlockRun]]:
+        """The runs that go on beside these requests, by request, told how many rows each has in this step."""
+        found: dict[str, list[BlockRun]] = {}
+        if self._live:
+            for request, rows in scheduled.items():
+                if lives := self._live.get(request):
+                    found[request] = [live.run for live in lives]
+                    for live in lives:
+                        live.run.rows = rows
+        return found
 
     def released(self, requests: Iterable[str]) -> frozenset[str]:
         """Of these requests, those that may be preempted from now on."""
-        return frozenset(
-            request for request in requests if (live := self._live.get(request)) and _bears_preemption(live.run)
-        )
+        return frozenset(request for request in requests if all(map(_bears_preemption, self._live.get(request, ()))))
 
     def ended(self, requests: Iterable[str]) -> frozenset[str]:
-        """Of these requests, those that end here: their block failed, or called ``tracer.stop()``."""
-        return frozenset(request for request in requests if (live := self._live.get(request)) and _over(live.run))
+        """Of these requests, those that end here: a block of theirs failed, or called ``tracer.stop()``."""
+        return frozenset(
+            request for request in requests if any(_over(live.run) for live in self._live.get(request, ()))
+        )
 
 
-def _bears_preemption(run: BlockRun) -> bool:
-    return not run.edited and not run.recorders and (run.done or run.waiting == RESULT)
+def run_key(request: str, edit: int | None) -> str:
+    """Names one of the runs beside a request."""
+    return request if edit is None else f"{request}/{edit}"
+
+
+def _bears_preemption(live: _Live) -> bool:
+    run = live.run
+    return not live.whole or (not run.edited and not run.recorders and (run.done or run.waiting == RESULT))
 
 
 def _over(run: BlockRun) -> bool:
     return run.stopping or (run.done and run.error is not None)
+
+
+_NOTHING = Job("", FunctionBlock(lambda tracer: None))
+"""The block of a request that is refused."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from insitu.engine.job import job_id
+from insitu.engine.tag import is_whole
 
 
 class Reserved:
@@ -30,8 +30,8 @@ class Reserved:
         return request.request_id in self._needs
 
     def add(self, request: Request) -> None:
-        """Notes a request if it is traced."""
-        if job_id(request.sampling_params) is not None:
+        """Notes a request if it has blocks that can't be run twice."""
+        if is_whole(request.sampling_params):
             self._needs[request.request_id] = self._blocks(request.num_prompt_tokens + request.max_tokens)
 
     def release(self, requests: Iterable[str]) -> None:

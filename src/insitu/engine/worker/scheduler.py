@@ -17,7 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from insitu.engine.job import BY_BLOCK, job_id
+from insitu.engine.job import BY_BLOCK
+from insitu.engine.tag import is_whole
 from insitu.engine.worker.reserved import Reserved
 
 _NEVER_PREEMPTED = -(2**31)
@@ -117,7 +118,7 @@ class _Async(TracedScheduler, AsyncScheduler):
 
 
 def _is_to_be_whole(request: Request) -> bool:
-    return request.num_preemptions == 0 and job_id(request.sampling_params) is not None
+    return request.num_preemptions == 0 and is_whole(request.sampling_params)
 
 
 def _lora(request: Request) -> int:

@@ -84,7 +84,14 @@ class InsituWorker:
             self.insitu_shared[shipment] = Shared(shared)
         self._insitu.submit(jobs)
 
+    def insitu_install(self, number: int, edit: Job) -> None:
+        self._insitu.install(number, edit)
+
+    def insitu_uninstall(self, numbers: list[int]) -> None:
+        self._insitu.uninstall(numbers)
+
     def insitu_collect(self, results: dict[str, Any]) -> dict[str, list[Outcome]]:
+        """What blocks left beside requests that have ended: outputs by job, or by group for installed edits."""
         return self._insitu.collect(results)
 
     def insitu_changes(self, shipment: int) -> dict[int, Any]:
@@ -92,8 +99,8 @@ class InsituWorker:
         assert self.insitu_port is not None, "the objects came by a message"
         return self.insitu_shared.pop(shipment).changes(self.insitu_port.hindrance)
 
-    def insitu_drop(self, jobs: list[str], shipment: int = 0) -> None:
-        self._insitu.drop(jobs)
+    def insitu_drop(self, keys: list[str], shipment: int = 0) -> None:
+        self._insitu.drop(keys)
         if shipment:
             self.insitu_shared.pop(shipment, None)
 

@@ -1,0 +1,86 @@
+"""An edit: the ``with`` statement whose body stays on the engine, and the handle to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from insitu.block import ArgumentError, CapturedBody, Lost, Site, UnsavedWarning
+from insitu.engine.client.tracer import Tracer
+from insitu.engine.job import Job
+from insitu.tree import current
+
+if TYPE_CHECKING:
+    from insitu.engine.client.engine import Engine
+
+
+class EditTracer(Tracer):
+    """The ``tracer`` of an installed edit."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def invoke(self, prompt: Any, **sampling: Any) -> NoReturn:
+        raise ArgumentError("`tracer.invoke` is not for edits, which run beside whatever requests come")
+
+
+class Edit:
+    """An edit that is, or was, installed on an engine. ``number`` counts them in the order of their installation."""
+
+    def __init__(self, engine: Engine, name: str | None) -> None:
+        if not (name is None or (isinstance(name, str) and name)):
+            raise ArgumentError(f"the name of an edit is a text; got {name!r:.60}")
+        self._engine = engine
+        self.name = name
+        self.number = 0
+        self.same_for_rows = False
+        """Whether it does the same to every row of every step, so that it need not see a prompt whole."""
+        self._told: set[Lost] = set()
+
+    @property
+    def installed(self) -> bool:
+        """Whether requests that come from now on run under it."""
+        return any(edit is self for edit in self._engine.installed)
+
+    def clear(self) -> None:
+        """Takes it off the engine. Requests that came before keep it to their end; a second time does nothing."""
+        refuse_in_block("an edit", "cleared")
+        self._engine.clear([self])
+
+    def warn_of(self, lost: Iterable[Lost]) -> None:
+        """Says of each line once that it saved in vain."""
+        for one in lost:
+            if one not in self._told:
+                self._told.add(one)
+                warnings.warn_explicit(one.message, UnsavedWarning, one.filename, one.lineno)
+
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f" {self.name!r}"
+        return f"<edit {self.number}{name}{'' if self.installed else ', not installed'}>"
+
+
+class EditStatement(CapturedBody):
+    """``with model.edit(name) as (tracer, edit):``"""
+
+    def __init__(self, engine: Engine, name: str | None) -> None:
+        refuse_in_block("an edit", "installed")
+        self._engine = engine
+        self._edit = Edit(engine, name)
+        self._tracer = EditTracer(engine)
+
+    def target(self) -> tuple[EditTracer, Edit]:
+        refuse_in_block("an edit", "installed")
+        if self._edit.number:
+            raise ArgumentError("this edit was entered before: call `model.edit()` again for another")
+        return self._tracer, self._edit
+
+    def run_block(self, site: Site) -> BaseException | None:
+        values = site.scope.copied(site.scope.values(site.block.reads))
+        self._engine.install(self._edit, Job("", site.block, values, site.scope.module_name, fresh=True))
+        return None
+
+
+def refuse_in_block(what: str, done: str) -> None:
+    if current.get() is not None:
+        raise ArgumentError(f"{what} can't be {done} inside a block: do it before the `with`, or after")

@@ -1,0 +1,46 @@
+"""What a request carries of its blocks, in the ``extra_args`` of its sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_KEY = "insitu"
+ASKED = "insitu_edits"
+"""Where a plain request names the edits that it wants, as ``edits=[...]`` does for a traced one."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """``job``: that of its own block, if it is traced. ``edits``: the numbers of the installed edits that run
+    beside it, in order; what they leave is asked for by ``group``, which all sequences of a request share.
+    ``whole``: whether its blocks must see its prompt whole, and can't be run a second time. ``refusal``: why the
+    request can't run."""
+
+    job: str | None = None
+    group: str = ""
+    edits: tuple[int, ...] = ()
+    whole: bool = True
+    refusal: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """As an entry of ``extra_args``, which travels as plain data."""
+        return {_KEY: {**vars(self), "edits": list(self.edits)}}
+
+
+def tag_of(sampling_params: Any) -> Tag | None:
+    """The tag of a request, if it has one."""
+    found = _found(sampling_params)
+    return Tag(**{**found, "edits": tuple(found["edits"])}) if found else None
+
+
+def is_whole(sampling_params: Any) -> bool:
+    """Whether a request has blocks that must see its prompt whole."""
+    return bool((found := _found(sampling_params)) and found["whole"])
+
+
+def _found(sampling_params: Any) -> Mapping[str, Any] | None:
+    extra = getattr(sampling_params, "extra_args", None)
+    found = extra.get(_KEY) if extra else None
+    return found if isinstance(found, Mapping) else None
