@@ -136,6 +136,7 @@ class EngineClient:
 
     def check(self, settings: Mapping[str, Any]) -> None:
         check_sampling(settings)
+        self.installed.chosen(settings.get("edits"))
 
     def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
         if self._speculative:
@@ -146,8 +147,7 @@ class EngineClient:
 
     def prepare_plain(self, prompt: Any, settings: Mapping[str, Any], limits: Limits | None = None) -> Prepared:
         """One without a block of its own, whose prompt may be longer than a step."""
-        check_sampling(settings)
-        self.installed.chosen(settings.get("edits"))
+        self.check(settings)
         limits = limits or replace(self._limits, max_step_tokens=sys.maxsize)
         given = as_prompt(prompt, lambda: self.tokenizer, limits)
         return Prepared(given, sampling_params(settings), settings.get("lora_request"))
