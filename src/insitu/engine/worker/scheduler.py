@@ -6,6 +6,7 @@ long as its block goes on; and its block can end it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -40,15 +41,17 @@ class TracedScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        limit = self.max_num_running_reqs
+        # 0.31 has a limit of its own for how many are let in.
+        setting = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
+        limit = getattr(self, setting)
         if self._reserved:
             self._reserved.keep_only(self.requests)
             self._put_victims_last()
-        self.max_num_running_reqs = min(limit, len(self.running) + self._may_begin(limit))
+        setattr(self, setting, min(limit, len(self.running) + self._may_begin(limit)))
         try:
             return super().schedule(*args, **kwargs)
         finally:
-            self.max_num_running_reqs = limit
+            setattr(self, setting, limit)
 
     def _put_victims_last(self) -> None:
         """vLLM preempts the last of the running requests, or those of the largest priority value."""
@@ -68,7 +71,7 @@ class TracedScheduler(Scheduler):
         budget = self.max_num_scheduled_tokens - sum(map(_tokens_left, self.running))
         reserved, loras = sum(map(self._reserved.need, self.running)), set(map(_lora, self.running)) - {0}
         count = 0
-        for request in chain(self.skipped_waiting, self.waiting):
+        for request in self._waiting_in_order():
             if count >= limit:
                 return limit
             tokens, need = _tokens_left(request), self._reserved.need(request)
@@ -82,6 +85,11 @@ class TracedScheduler(Scheduler):
             # One that may be passed over is not sure to take a place.
             count += not self._may_be_passed_over(request, loras)
         return limit
+
+    def _waiting_in_order(self) -> Iterator[Request]:
+        """Waiting requests in the order in which vLLM looks at them; the first queue has another name since 0.31."""
+        first = self.skipped_waiting if hasattr(self, "skipped_waiting") else self.kv_holding_waiting
+        return chain(first, self.waiting)
 
     def _may_be_passed_over(self, request: Request, loras: set[int]) -> bool:
         """Whether vLLM may admit a later request in this one's stead; if not, notes its adapter in ``loras``."""
