@@ -3,6 +3,8 @@
 from insitu.tree.call import Call as Call
 from insitu.tree.call import first_argument as first_argument
 from insitu.tree.model_places import ModelPlaces as ModelPlaces
+from insitu.tree.named import Named as Named
+from insitu.tree.named import named as named
 from insitu.tree.node import Node as Node
 from insitu.tree.node import path_of as path_of
 from insitu.tree.outline import Module as Module

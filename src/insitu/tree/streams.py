@@ -74,5 +74,6 @@ class LayerStream:
         )
 
 
+MODEL_STREAMS = ("embed", "pos_embed", "final_norm")
 LAYER_STREAMS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "router_logits")
 LAYER_STREAMS += ("q", "k", "v", "attn_pattern")
