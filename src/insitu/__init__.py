@@ -2,7 +2,7 @@
 
 Floors, each importing only from those below it::
 
-    walkthrough, cli, recipes, plots
+    walkthrough, cli, dataset, recipes, plots
     engine      vLLM, and nothing else knows it
     guard       blocks from the network, restricted
     run         blocks beside any torch forward
@@ -11,6 +11,7 @@ Floors, each importing only from those below it::
     block       a ``with`` body as data; standard library only
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from insitu._version import __version__ as __version__
@@ -35,13 +36,21 @@ from insitu.demo_model import demo_model as demo_model
 from insitu.engine.client.model import VLLM as VLLM
 
 if TYPE_CHECKING:
+    from insitu.dataset.capture import capture as capture
+    from insitu.dataset.captured import Captured as Captured
+    from insitu.dataset.errors import CaptureError as CaptureError
     from insitu.run import Cache as Cache
+
+# Imported when they are asked for, because they need torch.
+_WITH_TORCH = {
+    "Cache": "insitu.run",
+    "capture": "insitu.dataset.capture",
+    "Captured": "insitu.dataset.captured",
+    "CaptureError": "insitu.dataset.errors",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for, because it needs torch.
-    if name == "Cache":
-        from insitu.run import Cache
-
-        return Cache
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module 'insitu' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from insitu.block import InsituError
+from insitu.dataset.arguments import add_capture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,14 +18,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="insitu", description="Read and edit what happens inside a model.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_check(commands)
+    add_capture(commands)
     commands.add_parser("demo", help="a walkthrough with a small real model", add_help=False)
     arguments, rest = parser.parse_known_args(argv)
     # vLLM logs its whole configuration, which would drown what is to be seen.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if arguments.command == "demo":
         return _demo(rest)
+    run = {"check": _check, "capture": _capture}[arguments.command]
     try:
-        return _check(arguments, _engine_args(rest, parser))
+        return run(arguments, _engine_args(rest, parser))
     except InsituError as error:
         print(f"insitu {arguments.command}: {error}", file=sys.stderr)
         return 2
@@ -52,6 +55,12 @@ def _check(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
     with VLLM(arguments.model, **engine_args) as model:
         report = model.check(arguments.prompt, reference=not arguments.no_reference)
     return 0 if report.passed else 1
+
+
+def _capture(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
+    from insitu.dataset.command import run
+
+    return run(arguments, engine_args)
 
 
 def _demo(rest: Sequence[str]) -> int:

@@ -11,3 +11,4 @@ from insitu.run.served import Rows as Rows
 from insitu.run.served import tensors_of as tensors_of
 from insitu.run.standard_names import Names as Names
 from insitu.run.standard_names import names_of as names_of
+from insitu.run.standard_names import visits as visits

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from insitu.block import LocationError
 from insitu.run.heads import HEADS
 from insitu.run.interleaver import Interleaver
 from insitu.run.stream import Stream
+from insitu.tree import LOGITS, Named, Place
 
 OF_MODEL = ("embed", "pos_embed", "final_norm")
 OF_LAYER = ("resid_pre", *HEADS, "attn_out", "resid_mid", "router_logits", "mlp_out", "resid_post")
@@ -39,3 +42,16 @@ def names_of(interleaver: Interleaver) -> Names:
     ordered = dict(sorted(computed.items(), key=lambda item: interleaver.position(item[1].place)))
     parameters = sum(parameter.numel() for parameter in interleaver.modules.root.parameters())
     return Names(ordered, absent, parameters)
+
+
+def visits(interleaver: Interleaver, places: Iterable[Named]) -> list[int]:
+    """When each place comes in a step, as far as one has been watched; logits, which are after it, last."""
+    return [_visit(interleaver, one) for one in places]
+
+
+def _visit(interleaver: Interleaver, one: Named) -> int:
+    if not one.stream:
+        return interleaver.position(one.place)
+    if Place("", one.stream) == LOGITS:
+        return sys.maxsize
+    return interleaver.position(interleaver.anatomy.stream(one.stream, one.layer).place)

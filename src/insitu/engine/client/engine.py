@@ -25,7 +25,7 @@ from insitu.engine.job import Job
 from insitu.engine.lora import Fit, require_applied
 from insitu.engine.tag import Tag
 from insitu.run import Home, Outcome
-from insitu.tree import Outline
+from insitu.tree import Named, Outline
 
 _SPECULATIVE = (
     "this engine decodes speculatively: a step computes rows of tokens that may be thrown away, which a block can't "
@@ -133,6 +133,10 @@ class EngineClient:
     def names(self) -> Any:
         """The standard names of the model, in the order of its forward."""
         return self._channel.call("insitu_names")
+
+    def visits(self, places: Sequence[Named]) -> Any:
+        """When the forward comes to each of these places, as far as one has been watched."""
+        return self._channel.call("insitu_visits", list(places))
 
     def check(self, settings: Mapping[str, Any]) -> None:
         check_sampling(settings)

@@ -11,6 +11,7 @@ from insitu.run.anatomy import Anatomy
 from insitu.run.modules import ModuleTable
 from insitu.tree import Named, Place, named
 
+
 def places_of(names: Sequence[str], modules: ModuleTable, anatomy: Anatomy) -> list[Place]:
     """The places that taps are for, each once. A module's are named ``path.output`` or ``path.input``.
 

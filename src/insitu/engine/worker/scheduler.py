@@ -88,7 +88,8 @@ class TracedScheduler(Scheduler):
 
     def _waiting_in_order(self) -> Iterator[Request]:
         """Waiting requests in the order in which vLLM looks at them; the first queue has another name since 0.31."""
-        first = self.skipped_waiting if hasattr(self, "skipped_waiting") else self.kv_holding_waiting
+        names = ("skipped_waiting", "kv_holding_waiting")
+        first = next(getattr(self, name) for name in names if hasattr(self, name))
         return chain(first, self.waiting)
 
     def _may_be_passed_over(self, request: Request, loras: set[int]) -> bool:

@@ -19,8 +19,8 @@ from insitu.engine.worker.following import FollowingHost
 from insitu.engine.worker.host import Host, Stats
 from insitu.engine.worker.runner_v1 import V1Adapter
 from insitu.engine.worker.runner_v2 import V2Adapter
-from insitu.run import Names, Outcome, names_of
-from insitu.tree import Listing, Outline, Place
+from insitu.run import Names, Outcome, names_of, visits
+from insitu.tree import Listing, Named, Outline, Place
 from insitu.wire import Port, Shared
 
 # vLLM imports this file before it makes a worker.
@@ -126,6 +126,9 @@ class InsituWorker:
 
     def insitu_names(self) -> Names:
         return names_of(self._insitu.interleaver)
+
+    def insitu_visits(self, places: list[Named]) -> list[int]:
+        return visits(self._insitu.interleaver, places)
 
     @property
     def _insitu(self) -> Host:

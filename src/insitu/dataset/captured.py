@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch.utils.data import Dataset
 
-from insitu.capture.errors import CaptureError
-from insitu.capture.store import INDEX, MANIFEST
+from insitu.dataset.errors import CaptureError
+from insitu.dataset.store import INDEX, MANIFEST
 
 
 class Row(NamedTuple):
@@ -68,11 +68,9 @@ class PlaceDataset(Dataset[Row]):
     """One place of a capture, by prompt: a map-style data set for ``torch.utils.data.DataLoader``."""
 
     def __init__(self, folder: Path, place: str, index: pa.Table) -> None:
-        import pyarrow.compute as pc
-
         self._folder = folder
         self._place = place
-        self._index = index.filter(pc.equal(index["place"].cast(pa.string()), place)).sort_by("number")
+        self._index = index.filter(pads.field("place") == place).sort_by("number")
         self._rows: torch.Tensor = torch.tensor(self._index["rows"].to_pylist(), dtype=torch.int64)
         self._open: dict[str, Any] = {}
 

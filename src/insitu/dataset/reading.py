@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ class Read:
 class Positions:
     """Which of the prompt's rows are kept: a slice of them, or those of a text in it."""
 
-    chosen: slice = slice(None)
+    chosen: slice = field(default_factory=lambda: slice(None))
     text: str = ""
 
     @classmethod
@@ -52,7 +52,8 @@ class Positions:
         if 2 <= len(parts) <= 3 and all(not part or part.lstrip("-").isdigit() for part in parts):
             return cls(slice(*(int(part) if part else None for part in parts)))
         raise ArgumentError(
-            f"positions={given!r}: it is 'all', 'last', a number, a slice (or '3:7'), or 'text:' and a piece of the prompt"
+            f"positions={given!r}: it is 'all', 'last', a number, a slice (or '3:7'), or 'text:' and a piece of the "
+            f"prompt"
         )
 
     def among(self, count: int, found: range | None = None) -> range:
@@ -97,8 +98,7 @@ class Reading:
         values = [self._value(one) for one in self._places]
         # Logits are of the last position alone.
         return [
-            value if one.stream == LOGITS else value[chosen]
-            for one, value in zip(self._places, values, strict=True)
+            value if one.stream == LOGITS else value[chosen] for one, value in zip(self._places, values, strict=True)
         ]
 
     def _value(self, one: Named) -> torch.Tensor:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from insitu.block import ArgumentError
-from insitu.capture.reading import Apply
 
 
-def function_of(given: Any) -> Apply | None:
+def function_of(given: Any) -> Any:
     """``"mean"``: the mean over the kept rows. ``"project:FILE"``: rows times the transpose of the only
     tensor ``[k, width]`` in a safetensors file. ``"FILE.py:NAME"``: a function of that file. Or a function.
 
@@ -49,7 +48,7 @@ class _Project:
         return rows @ self._directions.to(rows.device, rows.dtype).T
 
 
-def _from_file(file: Path, name: str) -> Apply:
+def _from_file(file: Path, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.exists():
         raise ArgumentError(f"apply: there is no {file}")

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from insitu.capture.errors import CaptureError
+from insitu.dataset.errors import CaptureError
 
 MANIFEST = "manifest.json"
 INDEX = pa.schema(
@@ -80,7 +80,8 @@ class Store:
         """Id and prompt of the last committed prompt."""
         if not self._shards:
             return None
-        table = pq.read_table(self._folder / f"{_name(self._shards - 1)}.parquet", columns=["id", "tokens", "prompt_tokens"])
+        file = self._folder / f"{_name(self._shards - 1)}.parquet"
+        table = pq.read_table(file, columns=["id", "tokens", "prompt_tokens"])
         found = table.slice(len(table) - 1).to_pylist()[0]
         return found["id"], found["tokens"][: found["prompt_tokens"]]
 
@@ -126,9 +127,7 @@ class Store:
         self._held, self._held_bytes = [], 0
 
     @staticmethod
-    def _row(
-        number: int, entry: Entry, place: str, shard: str, start: int, count: int, column: int
-    ) -> dict[str, Any]:
+    def _row(number: int, entry: Entry, place: str, shard: str, start: int, count: int, column: int) -> dict[str, Any]:
         positions = entry.positions[column] if entry.values else []
         return {
             "number": number,
@@ -158,14 +157,13 @@ class Store:
         try:
             yield
         except Exception as error:
-            # The library that writes shards has an exception of its own, with the number in its text.
-            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            if not full and not any(f"os error {number}" in str(error) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+            if not _is_full(error):
                 raise
             self._tidy()
             raise CaptureError(
-                f"the disk is full: {name} ({self._held_bytes / 2**20:.0f} MiB) could not be written to {self._folder}. "
-                f"The {self.committed} prompts before it are safe: make room and run the same capture again, which goes on there"
+                f"the disk is full: {name} ({self._held_bytes / 2**20:.0f} MiB) could not be written to "
+                f"{self._folder}. The {self.committed} prompts before it are safe: make room and run the same capture "
+                f"again, which goes on there"
             ) from error
 
     # -- the manifest ---------------------------------------------------------------------
@@ -175,7 +173,9 @@ class Store:
         if not path.exists():
             others = [file.name for file in self._folder.glob("shard-*")]
             if others:
-                raise CaptureError(f"{self._folder} has {others[0]} but no {MANIFEST}: it is not a capture to go on with")
+                raise CaptureError(
+                    f"{self._folder} has {others[0]} but no {MANIFEST}: it is not a capture to go on with"
+                )
             self._manifest = {"format": 1, "complete": False, "places": self._places, **arguments}
             self._write_manifest()
             return self._manifest
@@ -185,8 +185,8 @@ class Store:
         if differing:
             first = differing[0]
             raise CaptureError(
-                f"{self._folder} holds a capture with {first}={manifest.get(first)!r}, and this one has {asked[first]!r}: "
-                f"give another `out`, or remove that folder"
+                f"{self._folder} holds a capture with {first}={manifest.get(first)!r}, and this one has "
+                f"{asked[first]!r}: give another `out`, or remove that folder"
             )
         return manifest
 
@@ -200,6 +200,12 @@ class Store:
         for shard in self._folder.glob("shard-*.safetensors"):
             if not shard.with_suffix(".parquet").exists():
                 shard.unlink()
+
+
+def _is_full(error: Exception) -> bool:
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # The library that writes shards has an exception of its own, with the number in its text.
+    return getattr(error, "errno", None) in numbers or any(f"os error {one}" in str(error) for one in numbers)
 
 
 def _name(number: int) -> str:

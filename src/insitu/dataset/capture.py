@@ -1,0 +1,80 @@
+"""Captures what a model computes on a data set, and goes on where an earlier run of the same capture has ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from insitu.block import ArgumentError
+from insitu.dataset.captured import Captured
+from insitu.dataset.plan import Estimate, Plan
+from insitu.dataset.reading import PHASES, Phase
+from insitu.dataset.store import Store
+from insitu.dataset.tokens import Tokens
+from insitu.engine.client.model import VLLM
+
+
+def capture(
+    model: VLLM | str,
+    data: Any,
+    *,
+    at: str | Sequence[str],
+    out: str | os.PathLike[str],
+    positions: Any = "all",
+    phase: Phase = "prompt",
+    dtype: torch.dtype | str | None = None,
+    apply: Any = None,
+    column: str | None = None,
+    truncate: int | None = None,
+    shard_bytes: int = 2**30,
+    window_tokens: int | None = None,
+    dry_run: bool = False,
+    progress: bool = True,
+    **sampling: Any,
+) -> Captured | Estimate:
+    """Writes what ``model`` computes at the places ``at``, for each prompt of ``data``, to the folder ``out``.
+
+    ``model``: a ``VLLM``, or what names one. ``data``: a text, JSON-lines, Parquet or CSV file, a folder of them, a
+    list of prompts or rows, or a data set of the library ``datasets``; ``column`` names the column with the prompts
+    (text, token ids or chats). ``at``: standard names and modules, as ``resid_post[4:8]``,
+    ``model.layers.*.mlp.output``, ``model.layers.3.output[0]``, ``logits``.
+
+    ``positions``: which of the prompt's tokens: ``"all"``, ``"last"``, a number, a slice, or ``"text:Paris"``, the
+    tokens of a piece of the prompt. ``phase``: the rows of the ``"prompt"``, of the tokens ``"generated"`` (each but
+    the last goes through the model), or ``"all"``; ``sampling`` are then the sampling parameters. ``dtype``: of what
+    is written, the model's if left out. ``apply``: a function of the rows ``[rows, width]`` of a prompt at a place,
+    run in the engine; ``"mean"``, ``"project:FILE.safetensors"``, ``"FILE.py:NAME"``. ``truncate``: prompts are cut to
+    so many tokens.
+
+    Shards have at most ``shard_bytes``, unless one window of prompts that run together has more; a shard is held in
+    memory until it is written. A window has ``window_tokens``, or as many as make 256 MiB (1024 to 65536). Run again
+    after it was stopped, killed or ran out of disk, the same capture goes on with its next shard, and what comes out
+    is what one run would have written. A prompt without tokens is in the index, with no rows.
+
+    ``dry_run`` returns an ``Estimate`` and writes nothing. Raises ``CaptureError``; ``ArgumentError`` for arguments.
+    """
+    if phase not in PHASES:
+        raise ArgumentError(f"phase={phase!r}: it is one of {', '.join(map(repr, PHASES))}")
+    if phase == "prompt":
+        sampling = {"temperature": 0.0, "max_tokens": 1, **sampling}
+    owned = VLLM(model) if isinstance(model, str) else None
+    used = owned or model
+    assert isinstance(used, VLLM), "a name was made one"
+    try:
+        tokens = Tokens(used, data, column, truncate)
+        plan = Plan(used, tokens, at, positions, phase, dtype, apply, sampling, window_tokens)
+        if dry_run:
+            return plan.estimate(shard_bytes)
+        store = Store(Path(out), [str(one) for one in plan.places], plan.arguments(shard_bytes), shard_bytes)
+        try:
+            plan.run(store, progress)
+        finally:
+            store.close()
+        return Captured(Path(out))
+    finally:
+        if owned is not None:
+            owned.close()

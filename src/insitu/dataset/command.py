@@ -1,0 +1,32 @@
+"""``insitu capture``, once its arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from insitu.dataset.arguments import value_of
+from insitu.dataset.capture import capture
+from insitu.engine.client.model import VLLM
+
+
+def run(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
+    with VLLM(arguments.model, **engine_args) as model:
+        found = capture(
+            model,
+            arguments.data,
+            at=arguments.at,
+            out=arguments.out,
+            positions=value_of(arguments.positions),
+            phase=arguments.phase,
+            dtype=arguments.dtype,
+            apply=arguments.apply,
+            column=arguments.column,
+            truncate=arguments.truncate,
+            shard_bytes=arguments.shard_bytes,
+            window_tokens=arguments.window_tokens,
+            dry_run=arguments.dry_run,
+            **dict(arguments.sampling or []),
+        )
+    print(found)
+    return 0
