@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from insitu.block import ArgumentError, CapturedBody, Lost, Site, UnsavedWarning
+from insitu.engine.client.same_rows import does_same_to_rows, own_tensors
 from insitu.engine.client.tracer import Tracer
 from insitu.engine.job import Job
 from insitu.tree import current
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 class EditTracer(Tracer):
     """The ``tracer`` of an installed edit."""
+
+    runs_edits = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -37,6 +40,15 @@ class Edit:
         self.same_for_rows = False
         """Whether it does the same to every row of every step, so that it need not see a prompt whole."""
         self._told: set[Lost] = set()
+
+    def job(self, site: Site) -> Job:
+        """Its block, with what it reads of its caller as that is now."""
+        block, scope = site.block, site.scope
+        values = scope.copied(scope.values(block.reads))
+        self.same_for_rows = does_same_to_rows(block, values)
+        if self.same_for_rows:
+            values = {name: own_tensors(value) for name, value in values.items()}
+        return Job("", block, values, scope.module_name, fresh=True)
 
     @property
     def installed(self) -> bool:
@@ -76,8 +88,7 @@ class EditStatement(CapturedBody):
         return self._tracer, self._edit
 
     def run_block(self, site: Site) -> BaseException | None:
-        values = site.scope.copied(site.scope.values(site.block.reads))
-        self._engine.install(self._edit, Job("", site.block, values, site.scope.module_name, fresh=True))
+        self._engine.install(self._edit, self._edit.job(site))
         return None
 
 

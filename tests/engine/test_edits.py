@@ -1,0 +1,559 @@
+"""Blocks that stay: what they do to requests of every entry point, what comes on outputs, and who is told of errors."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+import insitu
+from tests.engine.helpers import (
+    PROMPT,
+    assert_close,
+    assert_greedy,
+    completed,
+    difference,
+    enqueue,
+    hf,
+    hf_edited,
+    hf_stream,
+    ids_of,
+    last_logits,
+    plain,
+    trunk,
+)
+
+ONE = {"temperature": 0.0, "max_tokens": 1}
+GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+OTHER = "Water boils at"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    for model in request.getfixturevalue("engines").made.values():
+        model.clear_edits()
+        assert model.edits() == []
+        assert model.in_flight() == 0
+
+
+def steer(model: Any, value: Any, name: str | None = None, layer: int = 1) -> Any:
+    """Adds ``value`` to the stream in every step."""
+    with model.edit(name) as (tracer, edit):
+        for _ in tracer.all():
+            model.resid_post[layer][:] += value
+    return edit
+
+
+def tokens_of(output: Any) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+# What runs under an edit, and what it gives.
+
+
+def by_vllm(model: Any, ids: list[int]) -> Any:
+    return plain(model, [ids], max_tokens=1)[0].saves["logits"]
+
+
+def by_chat(model: Any, ids: list[int]) -> Any:
+    text = model.tokenizer.decode(ids)
+    assert model.tokenizer.encode(text) == ids
+    (output,) = model.vllm_entrypoint.chat(
+        [{"role": "user", "content": text}],
+        SamplingParams(**ONE),
+        use_tqdm=False,
+        chat_template="{{ messages[0].content }}",
+    )
+    return output.saves["logits"]
+
+
+def by_generate(model: Any, ids: list[int]) -> Any:
+    return model.generate(ids, **ONE)[0].saves["logits"]
+
+
+def by_trace(model: Any, ids: list[int]) -> Any:
+    with model.trace(ids, **ONE) as tracer:
+        own = model.logits.save()
+        result = tracer.result.save()
+    assert torch.equal(own, result.saves["logits"])
+    return own
+
+
+def by_run(model: Any, ids: list[int]) -> Any:
+    return model.run(lambda tracer: model.logits, ids, **ONE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("form", [by_vllm, by_chat, by_generate, by_trace, by_run])
+def test_the_logits_of_every_entry_point_are_those_of_the_edited_model(
+    request: pytest.FixtureRequest, name: str, form: Callable[[Any, list[int]], Any]
+) -> None:
+    model, ids = request.getfixturevalue(name), ids_of(name)
+    path = "transformer.h.1.mlp" if name == "gpt2" else "model.layers.1.mlp"
+
+    def edit(value: torch.Tensor) -> torch.Tensor:
+        value[2:5] *= -2.0
+        return value
+
+    with model.edit() as (tracer, _):
+        model.get(path).output[2:5] *= -2.0
+        logits = model.logits.save()
+    seen = hf_edited(name, ids, {path: edit})
+    assert_close(form(model, ids), last_logits(seen))
+    assert difference(last_logits(seen), last_logits(hf(name, ids))) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_text_is_that_of_plain_vllm_before_and_after_and_where_no_edit_applies(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    model, ids = request.getfixturevalue(name), ids_of(name)
+    before = tokens_of(plain(model, [ids], max_tokens=4, ignore_eos=True)[0])
+    assert_greedy(name, ids, before)
+    edit = steer(model, torch.linspace(-7, 7, 128), "steer")
+    edited = [tokens_of(output) for output in (*model.generate(ids, **GREEDY), *model.generate([ids], **GREEDY))]
+    assert edited[0] == edited[1] != before
+    assert tokens_of(model.generate(ids, edits=[], **GREEDY)[0]) == before
+    edit.clear()
+    (output,) = plain(model, [ids], max_tokens=4, ignore_eos=True)
+    assert tokens_of(output) == before
+    assert (output.saves, output.error, output.outputs[0].saves) == ({}, None, {})
+
+
+def test_edits_run_in_the_order_of_installation_and_then_the_requests_own_block(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        early = llama.resid_post[0].save()  # so that it comes to the place later than the others
+        llama.resid_post[2][:] += 1
+        first = llama.resid_post[2].save()
+    with llama.edit() as (tracer, _):
+        llama.resid_post[2][:] *= 2
+        second = llama.resid_post[2].save()
+    with llama.trace(PROMPT, **ONE) as tracer:
+        llama.resid_post[2][:] -= 3
+        own = llama.resid_post[2].save()
+        result = tracer.result.save()
+    stream = hf_stream("llama", ids_of("llama"))
+    assert_close(result.saves["early"], stream.resid_post[0])
+    assert_close(result.saves["first"], stream.resid_post[2] + 1)
+    assert_close(result.saves["second"], (stream.resid_post[2] + 1) * 2)
+    assert_close(own, (stream.resid_post[2] + 1) * 2 - 3)
+
+
+def test_replacements_follow_each_other(gpt2: Any) -> None:
+    with gpt2.edit() as (tracer, _):
+        gpt2.transformer.h[1].mlp.output = gpt2.transformer.h[1].mlp.output * 3
+    with gpt2.trace(PROMPT, **ONE):
+        gpt2.transformer.h[1].mlp.output = gpt2.transformer.h[1].mlp.output + 1
+        after = gpt2.transformer.h[1].mlp.output.save()
+    assert_close(after, hf("gpt2", ids_of("gpt2"))["transformer.h.1.mlp"].output * 3 + 1)
+
+
+def test_each_request_and_each_sequence_has_its_own_saves(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        drawn = []
+        for _ in tracer.iter[:]:
+            drawn.append(llama.samples.item())
+        drawn.save()
+        result = tracer.result.save()
+    settings = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=4, ignore_eos=True)
+    outputs = llama.vllm_entrypoint.generate([PROMPT, OTHER], settings, use_tqdm=False)
+    for output in outputs:
+        assert output.error is None
+        assert output.saves["drawn"] == [list(each.token_ids) for each in output.outputs]
+        for i, completion in enumerate(output.outputs):
+            assert completion.saves == {"drawn": list(completion.token_ids)}
+            assert output.saves["result"][i].outputs[i].token_ids == completion.token_ids
+
+
+def test_what_a_trace_saves_is_beside_what_edits_save(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        row = llama.resid_post[1][-1].save()
+        both = 1
+        both.save()
+    row, both = "as it was", "as it was"
+    with llama.trace(PROMPT, **ONE) as tracer:
+        own = llama.resid_post[1][-1].save()
+        both = 2
+        both.save()
+        result = tracer.result.save()
+    assert row == "as it was"
+    assert both == 2
+    assert torch.equal(result.saves["row"], own)
+    assert result.saves["both"] == 1
+    assert result.outputs[0].saves.keys() == {"row", "own", "both"}
+    assert result.outputs[0].saves["both"] == 2
+
+
+def test_chosen_by_name(llama: Any) -> None:
+    for name, factor in (("x", 1), ("y", 10), (None, 100)):
+        with llama.edit(name) as (tracer, _):
+            llama.logits[:] += factor
+    plain_logits = hf_stream("llama", ids_of("llama")).logits[-1:]
+
+    def shift(**settings: Any) -> int:
+        with llama.trace(PROMPT, **ONE, **settings):
+            logits = llama.logits.save()
+        return round((logits - plain_logits).mean().item())
+
+    assert [shift(), shift(edits=None), shift(edits=[]), shift(edits=["y"]), shift(edits=["y", "x"])] == [
+        111,
+        111,
+        100,
+        110,
+        111,
+    ]
+    with llama.trace(edits=["x"], **ONE) as tracer:
+        with tracer.invoke(PROMPT):
+            one = llama.logits.save()
+        with tracer.invoke(PROMPT, edits=["y"]):
+            other = llama.logits.save()
+    assert_close(other - one, torch.full_like(one, 9.0), bound=1e-4)
+
+
+def test_chosen_by_plain_requests(llama: Any) -> None:
+    with llama.edit("x") as (tracer, _):
+        x = llama.logits.save()
+    with llama.edit("y") as (tracer, _):
+        y = llama.logits.save()
+    asked: list[Any] = [None, [], ["x"], ["y", "x"], ["z"], "x"]
+    params = [SamplingParams(**ONE, extra_args=None if each is None else {"insitu_edits": each}) for each in asked]
+    outputs = llama.vllm_entrypoint.generate([PROMPT] * len(asked), params, use_tqdm=False)
+    assert [set(output.saves) for output in outputs] == [{"x", "y"}, set(), {"x"}, {"x", "y"}, set(), set()]
+    assert [output.error is None for output in outputs] == [True] * 4 + [False] * 2
+    assert str(outputs[4].error) == "edits: there is no installed edit `z`"
+    assert str(outputs[5].error) == "insitu_edits takes a list of names of edits; got 'x'"
+
+
+def test_a_caller_s_values_are_those_of_the_installation(llama: Any) -> None:
+    vector, rows = torch.ones(128), [1]
+    with llama.edit() as (tracer, _):
+        rows.append(2)
+        llama.logits
+        seen = [*rows].save()
+        added = vector.sum().item()
+        added.save()
+    vector, rows = torch.zeros(128), [7, 7]
+    outputs = llama.generate([PROMPT, PROMPT], **ONE)
+    assert [output.saves["seen"] for output in outputs] == [[1, 2]] * 2  # each has a list of its own
+    assert [output.saves["added"] for output in outputs] == [128] * 2
+    assert rows == [7, 7]
+
+
+def test_a_vector_that_is_changed_later_does_not_change_the_edit(llama: Any) -> None:
+    vector = torch.full((128,), 7.0)
+    steer(llama, vector)
+    edited = tokens_of(llama.generate(PROMPT, **GREEDY)[0])
+    vector.zero_()
+    assert tokens_of(llama.generate(PROMPT, **GREEDY)[0]) == edited
+
+
+def test_what_a_tracer_offers(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        tokens = [*tracer.tokens].save()
+        where = [*tracer.positions_of("Tower")].save()
+        cache = tracer.cache(["model.layers.1.mlp"]).save()
+        first = llama.samples.item()
+        llama.model.layers[0].next()
+        second = llama.samples.item()
+        tracer.stop()
+        pair = [first, second].save()
+        result = tracer.result.save()
+    (output,) = llama.generate(PROMPT, temperature=0.0, max_tokens=9, ignore_eos=True)
+    assert output.error is None
+    assert "".join(output.saves["tokens"]) == PROMPT
+    assert output.saves["where"] == list(llama.positions_of("Tower", PROMPT))
+    assert [each.shape[0] for each in output.saves["cache"]["model.layers.1.mlp"].output] == [8, 1]
+    assert output.saves["pair"] == tokens_of(output)
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_requests_that_stop_by_a_text_end_their_edits(llama: Any) -> None:
+    (free,) = llama.generate(PROMPT, **GREEDY)
+    with llama.edit() as (tracer, _):
+        steps = 0
+        for _ in tracer.all():
+            steps += 1
+        steps.save()
+    word = llama.tokenizer.decode(free.outputs[0].token_ids[1:2])
+    (output,) = llama.generate(PROMPT, **{**GREEDY, "max_tokens": 9}, stop=[word])
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.saves == {"steps": len(output.outputs[0].token_ids)}
+
+
+def test_an_edit_that_skips_is_seen_by_the_blocks_beside_it(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        llama.model.layers[1].mlp.skip(torch.zeros(8, 128))
+    with llama.trace(PROMPT, **ONE):
+        mlp = llama.model.layers[1].mlp.output.save()
+    assert not mlp.any()
+    with pytest.raises(insitu.OutOfOrderError, match=r"inside `model\.layers\.1\.mlp`, which is skipped for this"):
+        with llama.trace(PROMPT, **ONE):
+            llama.model.layers[1].mlp.down_proj.output.save()
+
+
+def test_beams_run_under_edits(llama: Any) -> None:
+    from vllm.sampling_params import BeamSearchParams
+
+    def beams() -> list[int]:
+        params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+        (output,) = llama.vllm_entrypoint.beam_search([{"prompt_token_ids": ids_of("llama")}], params)
+        return output.sequences[0].tokens
+
+    before = beams()
+    edit = steer(llama, 7.0)
+    assert beams() != before
+    edit.clear()
+    assert beams() == before
+
+
+# When an edit begins and ends.
+
+
+@pytest.mark.in_process
+def test_requests_keep_what_they_came_with(llama: Any) -> None:
+    ids = ids_of("llama")
+    (unedited,) = plain(llama, [ids], max_tokens=6, ignore_eos=True)
+    step = llama.vllm_entrypoint.llm_engine.step
+    enqueue(llama, [ids], [6])
+    step()
+    edit = steer(llama, 7.0)  # installed while that one runs
+    assert [tokens_of(output) for output in completed(llama)] == [tokens_of(unedited)]
+    (edited,) = plain(llama, [ids], max_tokens=6, ignore_eos=True)
+    assert tokens_of(edited) != tokens_of(unedited)
+    enqueue(llama, [ids], [6])
+    step()
+    enqueue(llama, [ids], [6])  # not begun
+    edit.clear()
+    enqueue(llama, [ids], [6])
+    found = [tokens_of(output) for output in completed(llama)]
+    assert found == [tokens_of(edited)] * 2 + [tokens_of(unedited)]
+
+
+@pytest.mark.in_process
+def test_a_cleared_edit_is_forgotten_by_the_worker(llama: Any) -> None:
+    host = llama.vllm_entrypoint.collective_rpc(lambda worker: worker.insitu_host)[0]
+    edit = steer(llama, 1.0)
+    assert list(host.installed) == [edit.number]
+    enqueue(llama, [ids_of("llama")], [3])
+    edit.clear()
+    edit.clear()
+    assert list(host.installed) == [edit.number]
+    completed(llama)
+    assert not host.installed
+
+
+def test_edits_are_listed(llama: Any) -> None:
+    first, second = steer(llama, 1.0, "first"), steer(llama, 1.0)
+    assert llama.edits() == [first, second]
+    assert (first.name, second.name, first.installed) == ("first", None, True)
+    assert repr(first) == f"<edit {first.number} 'first'>"
+    assert second.number == first.number + 1
+    first.clear()
+    assert llama.edits() == [second]
+    assert repr(first) == f"<edit {first.number} 'first', not installed>"
+    again = steer(llama, 1.0, "first")
+    assert llama.edits() == [second, again]
+    llama.clear_edits()
+    assert llama.edits() == []
+
+
+@pytest.mark.in_process
+def test_a_request_that_is_aborted_leaves_nothing(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        rows = [].save()
+        for _ in tracer.all():
+            rows.append(llama.resid_post[1])
+    engine = llama.vllm_entrypoint.llm_engine
+    for steps in (0, 1, 3):
+        enqueue(llama, [ids_of("llama")] * 2, [20, 20])
+        for _ in range(steps):
+            engine.step()
+        assert llama.in_flight() == 2 * bool(steps)
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        assert llama.in_flight() == 0
+        assert not engine.has_unfinished_requests()
+
+
+# Errors.
+
+
+def fail_at(model: Any, length: int) -> Any:
+    with model.edit("failing") as (tracer, edit):
+        for step in tracer.iter[:]:
+            rows = model.resid_post[1].shape[0]
+            if step == 0:
+                seen = rows
+                seen.save()
+            if rows == length:
+                raise ZeroDivisionError(f"{rows} rows")  # the line
+            model.resid_post[1][:] += 7
+    return edit
+
+
+def test_an_error_in_an_edit_is_that_requests_alone(llama: Any) -> None:
+    fail_at(llama, 8)
+    prompts = [ids_of("llama"), ids_of("llama")[:5], ids_of("llama")[:6]]
+    outputs = plain(llama, prompts, max_tokens=4, ignore_eos=True)
+    assert [type(output.error) for output in outputs] == [ZeroDivisionError, type(None), type(None)]
+    error = outputs[0].error
+    assert str(error) == "8 rows"
+    assert "# the line" in "".join(traceback.format_exception(error))
+    assert "insitu/" not in "".join(traceback.format_exception(error))
+    assert [output.saves["seen"] for output in outputs] == [8, 5, 6]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4, 4]
+    expected = plain(llama, prompts[1:], max_tokens=4, ignore_eos=True)
+    assert [tokens_of(output) for output in outputs[1:]] == [tokens_of(output) for output in expected]
+
+
+def test_generate_raises_it_once_all_have_ended(llama: Any) -> None:
+    fail_at(llama, 8)
+    ids = ids_of("llama")
+    with pytest.raises(ZeroDivisionError, match="8 rows") as caught:
+        llama.generate([ids[:3], ids], **GREEDY)
+    assert caught.value.invoke == 1  # type: ignore[attr-defined]
+    with pytest.raises(Exception, match="2 of 3 requests failed") as several:
+        llama.generate([ids, ids[:3], ids], **GREEDY)
+    assert [error.invoke for error in several.value.exceptions] == [0, 2]  # type: ignore[attr-defined]
+
+
+def test_a_trace_raises_the_error_of_the_edit_that_ended_it(llama: Any) -> None:
+    fail_at(llama, 8)
+    with pytest.raises(ZeroDivisionError, match="8 rows"):
+        with llama.trace(PROMPT, **GREEDY) as tracer:
+            for _ in tracer.iter[:4]:  # which would complain, had it not been cut short
+                llama.resid_post[2].save()
+    with pytest.raises(ZeroDivisionError, match="8 rows"):
+        llama.run(lambda tracer: llama.resid_post[2], PROMPT, **GREEDY)
+
+
+def test_an_error_of_the_block_itself_is_raised_as_ever(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        for _ in tracer.iter[:4]:
+            llama.resid_post[2]
+    with pytest.raises(KeyError, match="own"):
+        with llama.trace(PROMPT, **GREEDY):
+            llama.resid_post[1]
+            raise KeyError("own")
+
+
+def test_an_edit_whose_loop_is_longer_than_the_request_fails_it(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        for _ in tracer.iter[:3]:
+            llama.resid_post[2]
+    outputs = [plain(llama, [PROMPT_IDS], max_tokens=count, ignore_eos=True)[0] for count in (2, 3)]
+    assert isinstance(outputs[0].error, insitu.NotReachedError)
+    assert outputs[1].error is None
+
+
+PROMPT_IDS = [5, 90, 33, 400]
+
+
+def test_a_place_that_never_comes_fails_the_request_and_not_the_engine(llama: Any) -> None:
+    with llama.edit() as (tracer, edit):
+        llama.model.layers[99].output.save()
+    (output,) = plain(llama, [PROMPT_IDS], max_tokens=2)
+    assert isinstance(output.error, insitu.UnknownModuleError)
+    edit.clear()
+    assert plain(llama, [PROMPT_IDS], max_tokens=2)[0].error is None
+
+
+def test_one_sequence_of_several_may_fail(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        first = llama.samples.item()
+        first.save()
+        tracer.next()
+        if first % 2:
+            raise ValueError("odd")
+        llama.samples.item()
+    settings = SamplingParams(temperature=1.0, seed=11, n=6, max_tokens=3, ignore_eos=True)
+    (output,) = llama.vllm_entrypoint.generate([PROMPT], settings, use_tqdm=False)
+    lengths = [len(each.token_ids) for each in output.outputs]
+    assert isinstance(output.error, ValueError)
+    assert {(first % 2, length == 3) for first, length in zip(output.saves["first"], lengths, strict=True)} == {
+        (0, True),
+        (1, False),
+    }
+
+
+# Refusals.
+
+
+def test_a_name_can_be_given_once(llama: Any) -> None:
+    steer(llama, 1.0, "twice")
+    with pytest.raises(insitu.ArgumentError, match="there is an edit `twice` already: clear that one first"):
+        steer(llama, 1.0, "twice")
+    assert len(llama.edits()) == 1
+
+
+@pytest.mark.parametrize("name", ["", 3, ["a"]])
+def test_a_name_is_a_text(llama: Any, name: Any) -> None:
+    with pytest.raises(insitu.ArgumentError, match="the name of an edit is a text; got"):
+        llama.edit(name)
+
+
+def test_an_unknown_name_is_told_before_anything_runs(llama: Any) -> None:
+    steer(llama, 1.0, "steering")
+    before = llama.stats()
+    calls: list[Callable[[], Any]] = [
+        lambda: llama.generate(PROMPT, edits=["steerng"]),
+        lambda: llama.trace(PROMPT, edits=["steerng"]),
+        lambda: llama.trace(edits=["steerng"]),
+        lambda: llama.run(lambda tracer: None, PROMPT, edits=["steerng"]),
+    ]
+    for call in calls:
+        with pytest.raises(insitu.ArgumentError, match=r"no installed edit `steerng`; did you mean `steering`\?"):
+            call()
+    assert llama.stats() == before
+
+
+def test_an_edit_opens_no_invokes(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        tracer.invoke("x")
+    (output,) = plain(llama, [PROMPT_IDS], max_tokens=1)
+    assert isinstance(output.error, insitu.ArgumentError)
+    assert str(output.error) == "`tracer.invoke` is not for edits, which run beside whatever requests come"
+
+
+@pytest.mark.in_process
+def test_edits_are_not_for_blocks(llama: Any) -> None:
+    edit = steer(llama, 0.0)
+    for call in (edit.clear, llama.clear_edits, llama.edit):
+        with pytest.raises(insitu.ArgumentError, match="inside a block: do it before the `with`, or after"):
+            llama.run(lambda tracer, call=call: call(), PROMPT, **ONE)
+    assert llama.edits() == [edit]
+
+
+def test_what_an_edit_saves_in_vain_is_told_once(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        insitu.save(llama.resid_post[1] * 2)
+    with pytest.warns(insitu.UnsavedWarning) as told:
+        plain(llama, [PROMPT_IDS] * 3, max_tokens=1)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def test_generate_takes_one_prompt_or_several(llama: Any) -> None:
+    ids = ids_of("llama")
+    chat = [{"role": "user", "content": "x"}]
+    assert [len(llama.generate(prompts, **ONE)) for prompts in (PROMPT, ids, [PROMPT], [ids, ids])] == [
+        1,
+        1,
+        1,
+        2,
+    ]
+    assert [output.prompt_token_ids for output in llama.generate([ids, PROMPT_IDS], **ONE)] == [ids, PROMPT_IDS]
+    assert len(llama.generate(chat, **ONE)) == 1
+    with pytest.raises(insitu.ArgumentError, match="did you mean `temperature`"):
+        llama.generate(PROMPT, temprature=0)
+
+
+def test_an_edit_reads_the_trunk_of_any_model(gpt2: Any) -> None:
+    with gpt2.edit() as (tracer, _):
+        hidden = trunk(gpt2).h[1].output.save()
+    (output,) = gpt2.generate(PROMPT, **ONE)
+    assert_close(output.saves["hidden"], hf_stream("gpt2", ids_of("gpt2")).resid_post[1])
