@@ -537,6 +537,17 @@ def test_what_an_edit_saves_in_vain_is_told_once(llama: Any) -> None:
     assert told[0].filename == __file__
 
 
+def test_of_two_that_save_under_one_name_the_later_is_seen_and_that_is_told(llama: Any) -> None:
+    for value in (1, 2):
+        with llama.edit() as (tracer, _):
+            twice = value
+            twice.save()
+    with pytest.warns(insitu.UnsavedWarning, match="`twice` is saved by several edits beside one request") as told:
+        outputs = plain(llama, [PROMPT_IDS] * 3, max_tokens=1)
+    assert len(told) == 1
+    assert [output.saves for output in outputs] == [{"twice": 2}] * 3
+
+
 def test_generate_takes_one_prompt_or_several(llama: Any) -> None:
     ids = ids_of("llama")
     chat = [{"role": "user", "content": "x"}]

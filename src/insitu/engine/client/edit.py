@@ -39,11 +39,13 @@ class Edit:
         self.number = 0
         self.same_for_rows = False
         """Whether it does the same to every row of every step, so that it need not see a prompt whole."""
-        self._told: set[Lost] = set()
+        self._line = ("", 0)
+        self._told: set[Any] = set()
 
     def job(self, site: Site) -> Job:
         """Its block, with what it reads of its caller as that is now."""
         block, scope = site.block, site.scope
+        self._line = (block.filename, block.lineno)
         values = scope.copied(scope.values(block.reads))
         self.same_for_rows = does_same_to_rows(block, values)
         if self.same_for_rows:
@@ -66,6 +68,14 @@ class Edit:
             if one not in self._told:
                 self._told.add(one)
                 warnings.warn_explicit(one.message, UnsavedWarning, one.filename, one.lineno)
+
+    def warn_of_hidden(self, names: Iterable[str]) -> None:
+        """Says once that other edits saved under ``names`` too, and are not seen."""
+        for name in names:
+            if name not in self._told:
+                self._told.add(name)
+                said = f"`{name}` is saved by several edits beside one request, and the output has that of {self} alone"
+                warnings.warn_explicit(f"{said}: give each a name of its own", UnsavedWarning, *self._line)
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f" {self.name!r}"

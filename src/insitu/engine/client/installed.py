@@ -162,6 +162,7 @@ class Installed:
             edit = self._edits.get(outcome.edit or 0)
             if edit is not None:
                 edit.warn_of(outcome.lost)
+                edit.warn_of_hidden(saves[outcome.sequence].keys() & outcome.saves.keys())
             saves[outcome.sequence].update(outcome.saves)
             if outcome.error is not None and output.error is None:
                 output.error = outcome.error

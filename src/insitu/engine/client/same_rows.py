@@ -172,7 +172,7 @@ def _takes_all(node: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "untyped_storage") and hasattr(value, "ndim")
+    return hasattr(type(value), "untyped_storage")  # of its class: a node has whatever it is asked for
 
 
 def _is_row(value: Any) -> bool:
