@@ -20,7 +20,9 @@ from insitu.block import BlockError as BlockError
 from insitu.block import BlockSyntaxError as BlockSyntaxError
 from insitu.block import EngineError as EngineError
 from insitu.block import InsituError as InsituError
+from insitu.block import LimitError as LimitError
 from insitu.block import LocationError as LocationError
+from insitu.block import NotAllowedError as NotAllowedError
 from insitu.block import NotReachedError as NotReachedError
 from insitu.block import OutOfOrderError as OutOfOrderError
 from insitu.block import OutsideTraceError as OutsideTraceError

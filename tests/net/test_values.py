@@ -89,8 +89,8 @@ def test_nan_and_the_sign_of_zero_come_back() -> None:
 @pytest.mark.parametrize(
     "dtype",
     [
-        *"bool uint8 int8 uint16 int16 int32 uint32 int64 uint64".split(),
-        *"float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2".split(),
+        *("bool", "uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
     ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (2, 0, 4)])

@@ -13,6 +13,8 @@ InsituError
 ├── PromptError          a prompt that can't be run
 ├── ArgumentError        an argument that is unknown or of the wrong kind
 ├── EngineError          the engine can't be built, has died or is closed
+├── NotAllowedError      a block from the network asks for something that such a block may not use
+├── LimitError           a block from the network has used up what it may use
 ├── RequestError         a request was aborted, or could not be served as asked
 └── BlockError           stands for an exception that could not be carried to the caller
 
@@ -30,7 +32,9 @@ __all__ = [
     "BlockSyntaxError",
     "EngineError",
     "InsituError",
+    "LimitError",
     "LocationError",
+    "NotAllowedError",
     "NotReachedError",
     "OutOfOrderError",
     "OutsideTraceError",
@@ -100,6 +104,14 @@ class ArgumentError(InsituError, TypeError):
 
 class EngineError(InsituError, RuntimeError):
     """The engine can't be built, has died, or is closed."""
+
+
+class NotAllowedError(InsituError, PermissionError):
+    """A block from the network holds, or asks for, something that is not in the list of what it may do."""
+
+
+class LimitError(InsituError, RuntimeError):
+    """A block from the network has used up what it may use: operations, seconds or memory."""
 
 
 class RequestError(InsituError, RuntimeError):

@@ -75,6 +75,10 @@ class BlockRun:
         self._derived: dict[str, Derived] = {}
         self._older: list[Derived] = []
         self._patterns: list[tuple[str, torch.Tensor, int]] = []
+        self.withholds = False
+        """Whether the block is not to see tensors that may hold what is other requests'."""
+        self.room: int | None = None
+        """How many bytes its caches may hold; None is as many as there are."""
         self.prompt: Sequence[int] | None = None
         self.drawn: list[tuple[torch.Tensor, int]] = []
         self.at: Place | None = None
@@ -141,7 +145,7 @@ class BlockRun:
 
     def _show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int]) -> Served:
         assert self._greenlet is not None
-        served = Served(live, rows, what, fixed, self.writes_unseen)
+        served = Served(live, rows, what, fixed, self.writes_unseen, self.withholds)
         self._into(self._greenlet.switch, served)
         return served
 
@@ -230,7 +234,8 @@ class BlockRun:
         return [int(ids[row]) for ids, row in self.drawn]
 
     def cache(self, modules: Any, **settings: Any) -> Cache:
-        recorder = CacheRecorder(self._model.modules, modules, first_step=self.step, **settings)
+        shown = {"withhold": self.withholds, "room": self.room}
+        recorder = CacheRecorder(self._model.modules, modules, first_step=self.step, **shown, **settings)
         self._model.record(self, recorder)
         return recorder.cache
 

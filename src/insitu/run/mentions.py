@@ -11,6 +11,7 @@ from typing import Any
 
 _LIBRARIES = {"torch", "numpy", "vllm", "transformers", "insitu", "builtins"}
 _DEPTH = 4
+_GUARD = "_getattr_"
 
 
 Text = tuple[CodeType, Mapping[str, Any]] | Callable[..., Any]
@@ -52,24 +53,29 @@ def _function(text: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mentioned(code: CodeType, names: Mapping[str, Any], depth: int) -> set[str]:
     used = set(_used(code))
-    for helper in list(_helpers(used, names)) if depth else ():
-        used |= _mentioned(helper.__code__, _names_of(helper), depth - 1)
+    for helper, its_names in list(_helpers(used, names)) if depth else ():
+        used |= _mentioned(helper, its_names, depth - 1)
     return used
 
 
 @lru_cache(maxsize=1024)
 def _used(code: CodeType) -> frozenset[str]:
     inner = (_used(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset((*code.co_names, *code.co_freevars)).union(*inner)
+    # Where attributes go through a guard, their names are texts.
+    guarded = [each for each in code.co_consts if isinstance(each, str)] if _GUARD in code.co_names else []
+    return frozenset((*code.co_names, *code.co_freevars, *guarded)).union(*inner)
 
 
-def _helpers(used: set[str], names: Mapping[str, Any]) -> Iterator[FunctionType]:
+def _helpers(used: set[str], names: Mapping[str, Any]) -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
     found = [names[name] for name in used if name in names]
     modules = [value for value in found if isinstance(value, ModuleType)]
     found += [vars(module).get(name) for module in modules for name in used]
+    value: Any
     for value in found:
         if isinstance(value, FunctionType) and value.__module__.split(".")[0] not in _LIBRARIES:
-            yield value
+            yield value.__code__, _names_of(value)
+        elif not isinstance(value, FunctionType) and hasattr(type(value), "guarded"):
+            yield value.text()
 
 
 def _names_of(function: FunctionType) -> Mapping[str, Any]:

@@ -83,6 +83,7 @@ class PromisedServed(Served):
         self.target: Target | None = None
         self._made: Any = None
         self._leaves = {}
+        self._withheld = {}
         self.edited = False
         self.touched = set()
         self.live = None

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from insitu.block import ArgumentError
+from insitu.block import ArgumentError, RequestError
 from insitu.run.cache import Cache, Records
 from insitu.run.modules import ModuleTable
-from insitu.run.served import Rows, rebuilt, storage_of
+from insitu.run.served import Rows, Withheld, rebuilt, storage_of
 from insitu.tree import Outline, Place, matching
 
 _InferenceMode: Any = torch._C._InferenceMode
@@ -50,7 +50,11 @@ class CacheRecorder:
         device: Any,
         dtype: Any,
         first_step: int,
+        withhold: bool = False,
+        room: int | None = None,
     ) -> None:
+        self._withhold = withhold
+        self._room = room
         sites = [site for site, wanted in (("input", inputs), ("output", outputs)) if wanted]
         if not sites:
             raise ArgumentError("a cache records inputs or outputs, or both: give inputs=True or outputs=True")
@@ -72,10 +76,19 @@ class CacheRecorder:
     def forget(self, step: int) -> None:
         self._records.drop(step)
 
+    def _take_room(self, value: torch.Tensor) -> None:
+        if self._room is not None:
+            self._room -= value.numel() * value.element_size()
+            if self._room < 0:
+                raise RequestError("the cache of this block would hold more bytes than it may: record fewer modules")
+
     def _own(self, value: Any, rows: Rows, fixed: frozenset[int]) -> Any:
         if isinstance(value, torch.Tensor):
             index = None if storage_of(value) in fixed else rows.of(value)
+            if index is None and self._withhold:
+                return Withheld(value).__repr__()
             mine = value if index is None else value[index]
+            self._take_room(mine)
             dtype = self._dtype if value.is_floating_point() else None
             return mine.detach().to(self._device, dtype, copy=True, memory_format=torch.contiguous_format)
         if isinstance(value, (tuple, list)):

@@ -76,6 +76,16 @@ def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
+class Withheld:
+    """Stands in what a block is served for a tensor that is not its request's alone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+
+    def __repr__(self) -> str:
+        return f"<a tensor {self.shape} that does not go by tokens, withheld>"
+
+
 class Leaf:
     """One private tensor and the live tensor that it was copied from."""
 
@@ -112,22 +122,34 @@ class Served:
 
     ``fixed``: memory that does not go by tokens whatever its shape, such as parameters and buffers.
     ``compare``: the block may change values behind torch's back (``.data``, ``.numpy()``), so that
-    only a comparison shows it.
+    only a comparison shows it. ``withhold``: of tensors that do not go by tokens, which may hold what is other
+    requests', the block sees no more than the shape.
     """
 
-    __slots__ = ("_leaves", "edited", "live", "touched", "value", "what")
+    __slots__ = ("_leaves", "_withheld", "edited", "live", "touched", "value", "what")
 
     def __init__(
-        self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset(), compare: bool = False
+        self,
+        live: Any,
+        rows: Rows,
+        what: str,
+        fixed: frozenset[int] = frozenset(),
+        compare: bool = False,
+        withhold: bool = False,
     ) -> None:
         leaves: dict[int, Leaf] = {}
+        withheld: dict[int, Withheld] = {}
 
-        def private(tensor: torch.Tensor) -> torch.Tensor:
+        def private(tensor: torch.Tensor) -> Any:
             leaf = leaves.get(id(tensor))
             if leaf is None:
                 mine = None if storage_of(tensor) in fixed else rows.of(tensor)
+                if mine is None and withhold:
+                    return withheld.setdefault(id(tensor), Withheld(tensor))
                 leaf = leaves[id(tensor)] = Leaf(tensor, mine, compare)
             return leaf.private
+
+        self._withheld = withheld
 
         self.live = live
         self._leaves = leaves
@@ -136,11 +158,15 @@ class Served:
         self.what = what
         self.value = map_tensors(live, private)
 
+    def _shown(self, tensor: torch.Tensor) -> Any:
+        leaf = self._leaves.get(id(tensor))
+        return self._withheld[id(tensor)] if leaf is None else leaf.private
+
     def take(self, live: torch.Tensor, private: torch.Tensor) -> None:
         """Makes ``private``, which has the value already, what the block holds of ``live``."""
         leaf = self._leaves[id(live)]
         leaf.private, leaf.version = private, private._version
-        self.value = map_tensors(self.live, lambda tensor: self._leaves[id(tensor)].private)
+        self.value = map_tensors(self.live, self._shown)
 
     @property
     def is_made(self) -> bool:
@@ -162,7 +188,7 @@ class Served:
         for leaf, new in [pair for pair in pairs if pair[1] is not pair[0].private]:
             self._is_changed(leaf)
             leaf.adopt(new)
-        self.value = map_tensors(self.live, lambda tensor: self._leaves[id(tensor)].private)
+        self.value = map_tensors(self.live, self._shown)
 
     def move_to(self, live: Any) -> None:
         """From here on it is ``live``, which looks the same, that writes go back to."""
@@ -171,9 +197,12 @@ class Served:
         moved: dict[int, Leaf] = {}
 
         def move(old: torch.Tensor) -> None:
-            leaf, new = self._leaves[id(old)], tensors[len(order)]
+            leaf, new = self._leaves.get(id(old)), tensors[len(order)]
             order.append(new)
-            moved.setdefault(id(new), leaf).live = new
+            if leaf is None:
+                self._withheld[id(new)] = self._withheld[id(old)]
+            else:
+                moved.setdefault(id(new), leaf).live = new
 
         order: list[torch.Tensor] = []
         map_tensors(self.live, move)
@@ -243,6 +272,10 @@ class Served:
 
     def _pair(self, live: Any, new: Any, where: str, pairs: list[tuple[Leaf, torch.Tensor]]) -> None:
         if isinstance(live, torch.Tensor):
+            if id(live) in self._withheld:
+                if new is not self._withheld[id(live)]:
+                    raise WriteError(f"{self.what}{where} can't be replaced: it does not go by tokens")
+                return
             leaf = self._leaves[id(live)]
             pairs.append((leaf, self._checked(leaf.private, new, where)))
         elif isinstance(live, (tuple, list)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from insitu.run.anatomy import Stream
-from insitu.run.served import Leaf, Rows, Served, map_tensors, storage_of
+from insitu.run.served import Leaf, Rows, Served, Withheld, map_tensors, storage_of
 
 
 class Snapshot:
@@ -42,9 +42,13 @@ class Snapshot:
 class SharedServed(Served):
     """As ``Served``, of a snapshot: its tensors are made when the block asks for them."""
 
-    __slots__ = ("_fixed", "_made", "_number", "_snapshot")
+    __slots__ = ("_fixed", "_made", "_number", "_snapshot", "_withhold")
 
-    def __init__(self, snapshot: Snapshot, number: int, what: Any, fixed: frozenset[int]) -> None:
+    def __init__(
+        self, snapshot: Snapshot, number: int, what: Any, fixed: frozenset[int], withhold: bool = False
+    ) -> None:
+        self._withhold = withhold
+        self._withheld = {}
         self._snapshot = snapshot
         self._number = number
         self._fixed = fixed
@@ -76,11 +80,13 @@ class SharedServed(Served):
         _ = self.value
         super().replace(value)
 
-    def _private(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _private(self, tensor: torch.Tensor) -> Any:
         leaf = self._leaves.get(id(tensor))
         if leaf is None:
             rows = Rows(self._number, self._number + 1, self._snapshot.total)
             mine = None if storage_of(tensor) in self._fixed else rows.of(tensor)
+            if mine is None and self._withhold:
+                return self._withheld.setdefault(id(tensor), Withheld(tensor))
             private = self._snapshot.row(tensor, self._number) if isinstance(mine, slice) else None
             leaf = self._leaves[id(tensor)] = Leaf(tensor, mine, False, private)
         return leaf.private

@@ -228,7 +228,7 @@ class TappedInterleaver(Interleaver):
         snapshot, made = Snapshot(live, total), list[tuple[BlockRun, Served]]()
         with BlockState():
             for run in runs:
-                served = SharedServed(snapshot, self.rows[run].start, place, self.modules.fixed)
+                served = SharedServed(snapshot, self.rows[run].start, place, self.modules.fixed, run.withholds)
                 run.hand(served)
                 self._park(run)
                 if served.is_made:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+
 from greenlet import getcurrent
 
 from insitu.run.served import Served
 from insitu.tree import Place
+
+around: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar("insitu_around", default=None)
+"""What a block is to be taken out of for as long as it waits."""
 
 
 def wait(place: Place) -> Served:
@@ -15,4 +22,8 @@ def wait(place: Place) -> Served:
     """
     hub = getcurrent().parent
     assert hub is not None, "a block waits only while the forward drives it"
-    return hub.switch(place)
+    pause = around.get()
+    if pause is None:
+        return hub.switch(place)
+    with pause():
+        return hub.switch(place)
