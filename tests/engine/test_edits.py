@@ -379,6 +379,56 @@ def test_a_request_that_is_aborted_leaves_nothing(llama: Any) -> None:
         assert not engine.has_unfinished_requests()
 
 
+@pytest.mark.in_process
+def test_aborted_ones_are_let_go_of_as_others_end(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        for _ in tracer.all():
+            hidden = llama.resid_post[1].save()
+    engine = llama.vllm_entrypoint.llm_engine
+    for _ in range(3):
+        enqueue(llama, [PROMPT_IDS] * 8, [20] * 8)
+        engine.step()
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    plain(llama, [PROMPT_IDS], max_tokens=1)
+    host = llama.vllm_entrypoint.collective_rpc(lambda worker: worker.insitu_host)[0]
+    assert host.in_flight() == 0
+
+
+def test_a_streamed_request_has_its_saves_on_the_last_output(llama: Any) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    with llama.edit() as (tracer, _):
+        drawn = [].save()
+        for _ in tracer.all():
+            drawn.append(llama.samples.item())
+    settings = SamplingParams(
+        temperature=1.0, seed=5, n=2, max_tokens=3, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE
+    )
+    engine, outputs = llama.vllm_entrypoint.llm_engine, []
+    engine.add_request("streamed", {"prompt_token_ids": PROMPT_IDS}, settings)
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    last = {output.outputs[0].index: list(output.outputs[0].token_ids) for output in outputs}
+    assert outputs[-1].request_id == "streamed"
+    assert outputs[-1].saves["drawn"] == [last[0], last[1]]
+
+
+def test_requests_of_one_name_have_their_own_saves(llama: Any) -> None:
+    with llama.edit() as (tracer, _):
+        first = llama.samples.item()
+        first.save()
+    engine, outputs = llama.vllm_entrypoint.llm_engine, []
+    prompts = [PROMPT_IDS, ids_of("llama")]
+    for ids in prompts:
+        engine.add_request("same", {"prompt_token_ids": ids}, SamplingParams(temperature=0.0, max_tokens=2))
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    found = {tuple(each.prompt_token_ids): each for each in outputs if each.finished}
+    for ids in prompts:
+        assert found[tuple(ids)].saves["first"] == tokens_of(found[tuple(ids)])[0]
+
+
 # Errors.
 
 

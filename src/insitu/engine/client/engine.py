@@ -305,6 +305,7 @@ class Engine(EngineClient):
             for group, output in ended.items():
                 self.installed.attach(output, outcomes[group])
             self._uninstall(self.installed.forget(ended))
+            self._sweep()
 
     def _sweep(self) -> None:
         """Lets go of what edits hold for requests that were aborted."""
@@ -318,6 +319,7 @@ class Engine(EngineClient):
 
     def close(self) -> None:
         self._closed = True
+        self.installed.remove([edit.number for edit in self.installed])
         shut_down(self.llm)
         self._channel.close()
         del self.llm, self._loop, self._channel

@@ -157,7 +157,9 @@ class Installed:
 
     def attach(self, output: Any, outcomes: Sequence[Outcome]) -> None:
         """Puts on an output what the edits beside its request left."""
-        saves: list[dict[str, Any]] = [{} for _ in output.outputs]
+        # The last of several outputs of a streamed request may hold but one of its sequences.
+        count = max((each.sequence + 1 for each in outcomes), default=0)
+        saves: list[dict[str, Any]] = [{} for _ in range(max(count, len(output.outputs)))]
         for outcome in outcomes:
             edit = self._edits.get(outcome.edit or 0)
             if edit is not None:
@@ -167,7 +169,8 @@ class Installed:
             if outcome.error is not None and output.error is None:
                 output.error = outcome.error
                 outcome.error.__traceback__ = user_traceback(outcome.error)
-        for completion, mine in zip(output.outputs, saves, strict=True):
+        for completion in output.outputs:
+            mine = saves[completion.index] if len(saves) > 1 else saves[0]
             vars(completion)["saves"] = {n: v for n, v in mine.items() if not isinstance(v, RequestOutput)}
         names = dict.fromkeys(name for mine in saves for name in mine)
         gathered = {name: [mine.get(name) for mine in saves] for name in names}

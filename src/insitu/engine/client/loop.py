@@ -105,7 +105,11 @@ class EngineLoop:
         _refuse_in_block()
         with self.turn:
             kept, self._kept = self._kept, []
-            return kept + self._step() if self._unfinished() else kept
+            outputs = kept + self._step() if self._unfinished() else kept
+            for output in outputs:
+                if isinstance(pressed := getattr(output, "error", None), KeyboardInterrupt):
+                    raise pressed  # Ctrl-C came while an edit's own code ran
+            return outputs
 
     def _add_in_turn(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_in_block()
