@@ -516,7 +516,7 @@ class AsyncTrace(AsyncCapturedBody):
     def target(self) -> str:
         return "async"
 
-    async def run_block(self, site: Any) -> BaseException | None:
+    async def run_block_async(self, site: Any) -> BaseException | None:
         await Pause()
         return self._trace.run_block(site)
 

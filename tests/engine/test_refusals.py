@@ -630,9 +630,7 @@ ABSENT: list[tuple[Callable[[Any], Any], type[InsituError], str]] = [
         "`model.serve` is not in this version, and no module: `model.trace` runs the model in this process",
     ),
     (
-        lambda model: insitu.VLLM("x", mode="async"),  # here
         insitu.ArgumentError,
-        "mode='async': this version runs mode='sync' only, which is what leaving it out means",
     ),
     (
         lambda model: insitu.VLLM("x", engine="ray"),  # here

@@ -16,9 +16,9 @@ __all__ = ["AsyncCapturedBody"]
 
 
 class AsyncCapturedBody(ABC):
-    """`async with` on an instance skips the body and hands it to `run_block` as data.
+    """`async with` on an instance skips the body and hands it to `run_block_async` as data.
 
-    In all else it is as `CapturedBody`.
+    In all else it is as `CapturedBody`; a class may be both.
     """
 
     _sites: list[Site] | None = None
@@ -28,7 +28,7 @@ class AsyncCapturedBody(ABC):
         """What the `as` target gets. May refuse to be entered."""
 
     @abstractmethod
-    async def run_block(self, site: Site) -> BaseException | None:
+    async def run_block_async(self, site: Site) -> BaseException | None:
         """Run `site.block`, bind what it saved in `site.scope`; returns the error that the caller shall see."""
 
     def __aenter__(self) -> Awaitable[Any]:
@@ -52,7 +52,7 @@ class AsyncCapturedBody(ABC):
         site = self._sites.pop()
         if not site.left(exc_type, exc):
             return False
-        error = await self._run(site)
+        error = await self._run_async(site)
         del site
         if error is None:
             return True
@@ -64,9 +64,9 @@ class AsyncCapturedBody(ABC):
             del error, context
             raise
 
-    async def _run(self, site: Site) -> BaseException | None:
+    async def _run_async(self, site: Site) -> BaseException | None:
         try:
-            return await self.run_block(site)
+            return await self.run_block_async(site)
         except BaseException as error:
             return error
 

@@ -17,11 +17,11 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import FrameType, TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["is_library_file", "set_traceback", "shows_library", "user_lines", "user_traceback"]
+__all__ = ["async_user_lines", "is_library_file", "set_traceback", "shows_library", "user_lines", "user_traceback"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,6 +56,20 @@ def user_lines(function: Callable[P, T]) -> Callable[P, T]:
     def door(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
+        except BaseException as error:
+            set_traceback(error, user_traceback(error), error.__context__)
+            raise
+
+    return door
+
+
+def async_user_lines(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The same of a coroutine function."""
+
+    @functools.wraps(function)
+    async def door(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await function(*args, **kwargs)
         except BaseException as error:
             set_traceback(error, user_traceback(error), error.__context__)
             raise

@@ -220,14 +220,17 @@ class Wired(Messages):
 class AsyncWired(Messages):
     """The same, awaited. Messages arrive in the order in which they were sent."""
 
-    def __init__(self, llm: Any, side: ClientSide) -> None:
+    def __init__(self, llm: Any, side: ClientSide, enter: Callable[[], None]) -> None:
+        """``enter`` raises where the engine can't be called from."""
         super().__init__(side)
         self._rpc = llm.collective_rpc
+        self._enter = enter
 
     async def open(self) -> None:
         await self._rpc("insitu_open")
 
     async def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
+        self._enter()
         return await self._sent(self.packed(method, *args, jobs=jobs))
 
     async def _sent(self, message: bytes) -> Any:

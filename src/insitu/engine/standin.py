@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from insitu.block import Block, EngineError
 from insitu.engine.channel import UnknownBlockError
+from insitu.engine.client.base_model import BaseModel
 from insitu.engine.client.edit import EditTracer
 from insitu.engine.client.model import VLLM
 from insitu.engine.client.plan import BaseTrace, Invoke
@@ -116,7 +117,7 @@ class _EngineInBlock:
 
 def named(obj: Any, model: Any) -> Any:
     """The name of an object that stands for the same thing on both sides; None for all others."""
-    if isinstance(obj, VLLM):
+    if isinstance(obj, BaseModel):
         return ("model",) if obj is model else ("other model", obj._repo)
     if isinstance(obj, Node) and obj._lister == model._owner:
         return "node", path_of(obj)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -22,10 +22,7 @@ from insitu.engine.check.comparisons import (
 from insitu.engine.check.reference import NoReferenceError, Request, Values, compute
 from insitu.engine.check.report import CheckReport, Row
 from insitu.run.standard_names import Name, Names
-from insitu.tree import session_for
-
-if TYPE_CHECKING:
-    from insitu.engine.client.model import VLLM
+from insitu.tree import Outline, session_for
 
 PROMPTS = (
     "The Eiffel Tower is in the city of",
@@ -36,11 +33,13 @@ NOTHING_FORCED: Mapping[tuple[int, ...], Sequence[int]] = {}
 STEPS = 3
 
 
-def check(model: VLLM, prompts: Sequence[Any] = PROMPTS, reference: bool = True) -> CheckReport:
-    """The report on a running model; see ``VLLM.check``."""
-    engine = model.dispatch()._running()
-    config = engine.llm.llm_engine.vllm_config.model_config
-    reader = _Reader(model, engine.names)
+def check(
+    model: Any, engine: Any, run: Callable[..., Any], prompts: Sequence[Any] | None = None, reference: bool = True
+) -> CheckReport:
+    """The report on a running model; see ``VLLM.check``. ``run`` is as ``VLLM.run``."""
+    config = engine.config.model_config
+    prompts = PROMPTS if prompts is None else prompts
+    reader = _Reader(model, engine, run)
     alone = [reader.read([prompt])[0] for prompt in prompts]
     company = reader.read([*prompts, *prompts], {tuple(one.prompt): one.drawn for one in alone})[: len(alone)]
     compared: list[Row] = []
@@ -92,22 +91,24 @@ def _require_memory(needed: int) -> None:
 class _Reader:
     """Reads every standard name, and a sample of modules, beside given prompts."""
 
-    def __init__(self, model: VLLM, names: Callable[[], Names]) -> None:
+    def __init__(self, model: Any, engine: Any, run: Callable[..., Any]) -> None:
         self._model = model
+        self._run = run
         # One step watched as a whole tells the order in which the names can be read.
-        model.run(lambda tracer: tracer.cache(inputs=True) and None, PROMPTS[0], max_tokens=1)
-        self.names = names()
-        self.modules = _sample(model, self.names)
+        run(lambda tracer: tracer.cache(inputs=True) and None, PROMPTS[0], max_tokens=1)
+        self.names = engine.names()
+        self.modules = _sample(engine.outline, self.names)
 
     def read(
         self, prompts: Sequence[Any], forced: Mapping[tuple[int, ...], Sequence[int]] = NOTHING_FORCED
     ) -> list[Reading]:
         """All prompts together. ``forced``: by prompt, the ids that generation is to go on with."""
-        model, names = self._model, list(self.names.computed)
+        # Names of its own: the block takes along to the worker what it names.
+        model, names, modules = self._model, list(self.names.computed), self.modules
 
         def block(tracer: Any) -> tuple[dict[Name, list[torch.Tensor]], Any, Any]:
             prompt = tuple(session_for("the check").prompt or ())
-            cache = tracer.cache(self.modules) if self.modules else {}
+            cache = tracer.cache(modules) if modules else {}
             found: dict[Name, list[torch.Tensor]] = {}
             for step in tracer.iter[:]:
                 for name, layer in names:
@@ -115,7 +116,7 @@ class _Reader:
                     stream: Any = model.attn_pattern if name == "attn_pattern" else getattr(model, name)
                     value = stream if layer is None else stream[layer]
                     found.setdefault((name, layer), []).append(value.clone())
-                if ("final_norm", None) in self.names.computed:
+                if ("final_norm", None) in names:
                     by_hand = model.unembed(found["final_norm", None][-1][-1:])
                     found.setdefault(UNEMBEDDED, []).append(by_hand)
                 found.setdefault(LOGITS, []).append(model.logits.clone())
@@ -124,7 +125,7 @@ class _Reader:
             return found, cache, tracer.result
 
         settings = {"temperature": 0.0, "max_tokens": STEPS, "ignore_eos": True}
-        return [_reading(*values) for values in model.run(block, list(prompts), **settings)]
+        return [_reading(*values) for values in self._run(block, list(prompts), **settings)]
 
 
 def _reading(found: dict[Name, list[torch.Tensor]], cache: Any, result: Any) -> Reading:
@@ -145,9 +146,8 @@ def _first(value: Any) -> torch.Tensor:
     return _first(value[0]) if isinstance(value, (tuple, list)) else value
 
 
-def _sample(model: VLLM, names: Names) -> list[str]:
+def _sample(outline: Outline, names: Names) -> list[str]:
     """The embedding, the norms of the stream, attention, and what is added to the stream, by the modules' own names."""
-    outline = model._running().outline
     places = {name: stream.place.path for name, stream in names.computed.items()}
     sampled = ("embed", "final_norm", "attn_pattern", "attn_out", "mlp_out")
     chosen = [path for (name, _), path in places.items() if name in sampled]

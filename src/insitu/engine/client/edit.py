@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from insitu.block import ArgumentError, CapturedBody, Lost, Site, UnsavedWarning
+from insitu.block import ArgumentError, AsyncCapturedBody, CapturedBody, Lost, Site, UnsavedWarning
 from insitu.engine.client.same_rows import does_same_to_rows, own_tensors
 from insitu.engine.client.tracer import Tracer
 from insitu.engine.job import Job
@@ -82,13 +82,26 @@ class Edit:
         return f"<edit {self.number}{name}{'' if self.installed else ', not installed'}>"
 
 
-class EditStatement(CapturedBody):
-    """``with model.edit(name) as (tracer, edit):``"""
+class AsyncEdit(Edit):
+    """One on an async engine, which is awaited."""
 
-    def __init__(self, engine: Engine, name: str | None) -> None:
+    async def aclear(self) -> None:
+        """Takes it off the engine. Requests that came before keep it to their end; a second time does nothing."""
+        refuse_in_block("an edit", "cleared")
+        engine: Any = self._engine
+        await engine.clear([self])
+
+    def clear(self) -> NoReturn:
+        raise ArgumentError("this edit is on an async engine: write `await edit.aclear()`")
+
+
+class _Statement:
+    kind: type[Edit] = Edit
+
+    def __init__(self, engine: Any, name: str | None) -> None:
         refuse_in_block("an edit", "installed")
         self._engine = engine
-        self._edit = Edit(engine, name)
+        self._edit = self.kind(engine, name)
         self._tracer = EditTracer(engine)
 
     def target(self) -> tuple[EditTracer, Edit]:
@@ -97,8 +110,22 @@ class EditStatement(CapturedBody):
             raise ArgumentError("this edit was entered before: call `model.edit()` again for another")
         return self._tracer, self._edit
 
+
+class EditStatement(_Statement, CapturedBody):
+    """``with model.edit(name) as (tracer, edit):``"""
+
     def run_block(self, site: Site) -> BaseException | None:
         self._engine.install(self._edit, self._edit.job(site))
+        return None
+
+
+class AsyncEditStatement(_Statement, AsyncCapturedBody):
+    """``async with model.edit(name) as (tracer, edit):``"""
+
+    kind = AsyncEdit
+
+    async def run_block_async(self, site: Site) -> BaseException | None:
+        await self._engine.install(self._edit, self._edit.job(site))
         return None
 
 

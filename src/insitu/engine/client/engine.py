@@ -70,12 +70,17 @@ class Result:
         return {name: [outcome.saves.get(name) for outcome in self.outcomes] for name in names}
 
     def share(self) -> None:
-        """Gives each completion the saves of its own sequence, also where a block has saved the output."""
+        """Gives the output what was saved, and each completion the saves of its own sequence, also where a block has
+        saved the output."""
         saved = (value for outcome in self.outcomes for value in outcome.saves.values())
         for output in (self.output, *(value for value in saved if isinstance(value, RequestOutput))):
+            vars(output)["saves"] = _without_outputs(self.saves) if output is not self.output else self._beside_itself()
             for completion, outcome in zip(output.outputs, self.outcomes, strict=False):
                 beside = vars(completion).get("saves", {})
                 vars(completion)["saves"] = {**beside, **_without_outputs(outcome.saves)}
+
+    def _beside_itself(self) -> dict[str, Any]:
+        return {name: value for name, value in self.saves.items() if value is not self.output}
 
     def bound(self, name: str) -> dict[str, Any]:
         """The name with what the block bound to it, saved or not, if it was asked to export it."""

@@ -15,6 +15,7 @@ import vllm
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from vllm import LLM
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import core as engine_core
@@ -29,7 +30,6 @@ _OURS = {
     "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
 _GIB = 2**30
-_KNOWN = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
 
 
 def needs_workers(engine_args: Mapping[str, Any]) -> bool:
@@ -44,32 +44,40 @@ def launch(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str] = (), 
     Raises ``ArgumentError`` for an argument that vLLM does not have, ``EngineError`` if there is no
     such model or it is of a kind that insitu can't trace.
     """
-    require_known(engine_args, _KNOWN, f"an engine argument of vLLM {vllm.__version__}")
+    args = checked_args(repo, engine_args, taps, workers, EngineArgs)
+    if not workers and needs_workers(engine_args):
+        raise ArgumentError("engine='in-process' runs one rank: leave `engine` out, and workers are used as needed")
+    with _in_process(), _output_with_descriptor():
+        if not workers:
+            ensure_expert_group()
+        llm = LLM(repo, **args)
+    error = refusal(repo, llm.llm_engine.vllm_config)
+    if error is not None:
+        shut_down(llm)
+        del llm
+        free_engines()
+        raise error
+    return llm
+
+
+def checked_args(
+    repo: str, engine_args: Mapping[str, Any], taps: Sequence[str], workers: bool, kind: type[EngineArgs]
+) -> dict[str, Any]:
+    """What vLLM is called with for an engine that blocks can get into, all that can be refused before refused."""
+    known = {field.name for field in dataclasses.fields(kind)} - {"model"}
+    require_known(engine_args, known, f"an engine argument of vLLM {vllm.__version__}")
     for name in _OURS:
         if engine_args.get(name):
             raise ArgumentError(f"`{name}` is set by insitu itself, which gets into the engine by it")
     _refuse_what_is_not_there_yet(engine_args, taps)
     if workers:
         engine_args = {"distributed_executor_backend": "mp", **engine_args}
-    elif needs_workers(engine_args):
-        raise ArgumentError("engine='in-process' runs one rank: leave `engine` out, and workers are used as needed")
     _require_model(repo)
-    with _in_process(), _output_with_descriptor():
-        if not workers:
-            ensure_expert_group()
-        llm = LLM(repo, **{**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)})
-    refusal = _refusal(repo, llm)
-    if refusal is not None:
-        shut_down(llm)
-        del llm
-        free_engines()
-        raise refusal
-    return llm
+    return {**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)}
 
 
-def _refusal(repo: str, llm: LLM) -> EngineError | None:
+def refusal(repo: str, config: VllmConfig) -> EngineError | None:
     """Of a kind of model that can't be traced, known once vLLM has read its config."""
-    config = llm.llm_engine.vllm_config
     model = config.model_config
     kind = "encoder-decoder" if model.is_encoder_decoder else model.runner_type
     if kind != "generate":  # an encoder's part of the forward has rows of its own, which blocks are not shown yet

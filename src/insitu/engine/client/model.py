@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
-from insitu.block import ArgumentError, EngineError, UnknownModuleError
+from insitu.block import ArgumentError
 from insitu.block.tracebacks import user_lines
+from insitu.engine.client.async_model import AsyncVLLM
+from insitu.engine.client.base_model import MISSING, BaseModel, needing_vllm, returned_by
 from insitu.engine.client.edit import Edit, EditStatement, refuse_in_block
-from insitu.engine.client.prompts import are_several, token_ids
-from insitu.engine.client.tokens import positions_of
+from insitu.engine.client.invokes import merged_error
+from insitu.engine.client.prompts import are_several
 from insitu.engine.client.trace import Trace
-from insitu.tree import Listing, ModelPlaces, Node, current
+from insitu.tree import Listing
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from insitu.engine.worker.host import Stats
 
 T = TypeVar("T")
-_MISSING: Any = object()
-_LATER = {
+_LATER: dict[str, str] = {
     "serve": "`model.trace` runs the model in this process",
 }
 
@@ -36,7 +36,7 @@ class Message(TypedDict):
     content: Any
 
 
-class VLLM(ModelPlaces):
+class VLLM(BaseModel["Engine"]):
     """A model served by vLLM, whose insides blocks can read and edit.
 
     ``repo`` is a Hub id or a local folder; ``engine_args`` are whatever ``vllm.LLM`` takes. The model runs
@@ -53,6 +53,18 @@ class VLLM(ModelPlaces):
     there is no such model, both when the engine is built.
     """
 
+    _later = _LATER
+
+    @overload
+    def __new__(cls, repo: str, *, mode: Literal["async"], **settings: Any) -> AsyncVLLM: ...  # type: ignore[misc]
+    @overload
+    def __new__(cls, repo: str, **settings: Any) -> VLLM: ...
+    def __new__(cls, repo: str, *, mode: str = "sync", **settings: Any) -> Any:
+        """With ``mode="async"``, an ``AsyncVLLM``, whose engine is awaited."""
+        if mode not in ("sync", "async"):
+            raise ArgumentError(f"mode={mode!r}: it is 'sync', which leaving it out means, or 'async'")
+        return object.__new__(cls) if mode == "sync" else AsyncVLLM(repo, **settings)
+
     def __init__(
         self,
         repo: str,
@@ -63,49 +75,16 @@ class VLLM(ModelPlaces):
         engine: Literal["in-process", "workers"] | None = None,
         **engine_args: Any,
     ) -> None:
-        if mode != "sync":
-            raise ArgumentError(
-                f"mode={mode!r}: this version runs mode='sync' only, which is what leaving it out means"
-            )
-        if engine not in (None, "in-process", "workers"):
-            raise ArgumentError(
-                f"engine={engine!r:.40}: it is 'in-process', 'workers', or left out, and then as the devices need. "
-                f"The arguments of vllm.LLM are given here by name, and the LLM is in model.vllm_entrypoint"
-            )
-        self._workers = None if engine is None else engine == "workers"
-        self._taps = tuple([taps] if isinstance(taps, str) else taps)
-        self._repo = repo
-        self._engine_args = engine_args
-        self._engine: Engine | None = None
-        self._closed = False
-        self._lock = threading.RLock()
-        self._owner = self._operations
-        self._root = Node("", lambda: self._engine.outline if self._engine else None, self._owner)
+        super().__init__(repo, taps, engine, engine_args)
         if dispatch:
             self.dispatch()
 
     # -- the engine -----------------------------------------------------------------------
 
-    @user_lines
-    def dispatch(self) -> VLLM:
-        """Builds the engine, if there is none yet."""
-        self._running()
-        return self
-
-    @property
-    def dispatched(self) -> bool:
-        """Whether the engine is running."""
-        return self._engine is not None
-
     @property
     def vllm_entrypoint(self) -> Any:
         """The real ``vllm.LLM``. Requests made through it run beside traced ones, untouched."""
         return self._running().llm
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, as vLLM loads it."""
-        return self._running().tokenizer
 
     def in_flight(self) -> int:
         """How many traced requests the engine still holds anything of; 0 once all have ended."""
@@ -131,61 +110,17 @@ class VLLM(ModelPlaces):
             report.show()
         return report
 
-    def close(self) -> None:
-        """Stops the engine and gives its memory back. A closed model can't be traced again.
-
-        Raises ``EngineError`` in a block of its own, which runs in that engine.
-        """
-        session = current.get()
-        if session is not None and session.owner == self._owner:
-            raise EngineError("the model can't be closed in a block that it runs: close it after the `with`")
-        with self._lock:
-            self._closed = True
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = None
-
-    def __enter__(self) -> VLLM:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def _running(self) -> Engine:
-        if self._engine is None:
-            with self._lock:
-                if self._closed:
-                    raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
-                if self._engine is None:
-                    engine = _starter()(self._repo, self._engine_args, self._taps, self, self._workers)
-                    if self._taps:
-                        _check_taps(engine, self._lock)
-                    self._engine = engine
-        return self._engine
-
-    @overload
-    def positions_of(self, text: str, prompt: Any, *, occurrence: int = 0) -> range: ...
-    @overload
-    def positions_of(self, text: str, prompt: Any, *, every: Literal[True]) -> list[range]: ...
-    @user_lines
-    def positions_of(self, text: str, prompt: Any, *, occurrence: int = 0, every: bool = False) -> Any:
-        """The positions of the tokens of ``prompt`` that ``text`` lies in, wholly or in part, as a range::
-
-            hidden[model.positions_of("Eiffel Tower", prompt)]
-
-        ``prompt`` is anything that ``trace`` takes; of a chat, the text is what the chat template makes.
-        ``occurrence`` counts from 0, negative ones from the end; ``every=True`` gives a list of all.
-        Raises ``PromptError``, which lists the tokens, if ``text`` does not occur.
-        """
-        tokenizer = self.tokenizer
-        ids = token_ids(prompt, lambda: tokenizer)
-        source = prompt if isinstance(prompt, str) else None
-        return positions_of(tokenizer, ids, text, occurrence, every, source)
+    def _start(self) -> Engine:
+        # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
+        engine = needing_vllm(_starter)(self._repo, self._engine_args, self._taps, self, self._workers)
+        if self._taps:
+            _check_taps(engine, self._lock)
+        return engine
 
     # -- running blocks -------------------------------------------------------------------
 
     @user_lines
-    def trace(self, prompt: Any = _MISSING, **sampling: Any) -> Trace:
+    def trace(self, prompt: Any = MISSING, **sampling: Any) -> Trace:
         """A ``with`` statement whose body runs beside the forward of ``prompt``.
 
         ``prompt``: a string, token ids, a tokenizer's output, a vLLM prompt dictionary or a chat.
@@ -196,7 +131,7 @@ class VLLM(ModelPlaces):
         Raises ``PromptError`` and ``ArgumentError`` before anything runs; an exception in the body
         is raised when the ``with`` statement is left, on the body's own line.
         """
-        prompts = [] if prompt is _MISSING else [prompt]
+        prompts = [] if prompt is MISSING else [prompt]
         return Trace(self._running(), self._lock, prompts, sampling)
 
     @overload
@@ -219,11 +154,7 @@ class VLLM(ModelPlaces):
         several = are_several(prompt)
         trace = Trace(self._running(), self._lock, prompt if several else [prompt], sampling)
         returned, error = trace.run_function(function)
-        if error is not None:
-            if sys.version_info >= (3, 11) and getattr(error, "name", None) == "save":
-                error.add_note("A function's block needs no save: return the value, or write insitu.save(x).")
-            raise error
-        return returned if several else returned[0]
+        return returned_by(returned, error, several)
 
     @user_lines
     def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
@@ -236,7 +167,7 @@ class VLLM(ModelPlaces):
         several = are_several(prompts)
         with self._lock:
             outputs = self._running().generate(prompts if several else [prompts], sampling)
-        error = _merged_error(outputs)
+        error = merged_error(outputs, "requests")
         if error is not None:
             raise error
         return outputs
@@ -269,64 +200,21 @@ class VLLM(ModelPlaces):
         if self._engine is not None:
             self._engine.clear(self._engine.installed)
 
-    def _operations(self, path: str, op: str) -> Listing | None:
+    def _listed(self, path: str, op: str) -> Listing | None:
         return self._engine.operations(path, op) if self._engine else None
 
-    def _count_layers(self) -> int:
-        return self._running().layers
 
-    # -- the tree -------------------------------------------------------------------------
+def _starter() -> Any:
+    from insitu.engine.client.start import start
 
-    def get(self, path: str) -> Node:
-        """The module at a dotted path."""
-        return self._root.get(path)
-
-    def __getattr__(self, name: str) -> Node:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in _LATER:
-            raise UnknownModuleError(f"`model.{name}` is not in this version, and no module: {_LATER[name]}")
-        return getattr(self._root, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or isinstance(getattr(VLLM, name, None), property):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._root, name, value)
-
-    def __dir__(self) -> list[str]:
-        return [*object.__dir__(self), *dir(self._root)]
-
-    def __repr__(self) -> str:
-        if self._engine is None:
-            state = "closed" if self._closed else "not built yet: model.dispatch() or the first trace builds it"
-            return f"VLLM({self._repo!r})  # engine {state}"
-        return self._engine.outline.render()
-
-
-def _merged_error(outputs: Sequence[Any]) -> BaseException | None:
-    from insitu.engine.client.invokes import merged_error
-
-    return merged_error(outputs, "requests")
-
-
-def _starter() -> Callable[..., Engine]:
-    # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
-    try:
-        from insitu.engine.client.start import start
-    except ModuleNotFoundError as error:
-        raise EngineError(
-            f"running a model needs vLLM, and here `{error.name}` is missing: pip install 'insitu[cpu]' for the "
-            f"CPU build, 'insitu[cuda]' for NVIDIA GPUs"
-        ) from error
     return start
 
 
 def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> CheckReport:
     # Imported here, because it needs torch.
-    from insitu.engine.check.check import PROMPTS, check
+    from insitu.engine.check.check import check
 
-    return check(model, PROMPTS if prompts is None else prompts, reference)
+    return check(model, model._running(), model.run, prompts, reference)
 
 
 def _check_taps(engine: Engine, lock: threading.RLock) -> None:
