@@ -630,9 +630,6 @@ ABSENT: list[tuple[Callable[[Any], Any], type[InsituError], str]] = [
         "`model.serve` is not in this version, and no module: `model.trace` runs the model in this process",
     ),
     (
-        insitu.ArgumentError,
-    ),
-    (
         lambda model: insitu.VLLM("x", engine="ray"),  # here
         insitu.ArgumentError,
         "engine='ray': it is 'in-process', 'workers', or left out, and then as the devices need. The arguments of "
