@@ -68,7 +68,7 @@ class Plan:
         self._engine = view_of(model)
         places = self._engine.named([at] if isinstance(at, str) else list(at), "at", [LOGITS])
         self._refuse_unsliceable(places)
-        self.places = self._in_order(places)
+        self.places = self._engine.in_order(places, self._first().ids)
         self._reading = Reading(model, self.places, self._positions, phase, self._dtype, self._apply)
         probe = self._run([self._first()])[0]
         self._row_bytes = sum(value[0].nbytes if len(value) else 0 for value in probe.values)
@@ -79,7 +79,7 @@ class Plan:
     def arguments(self, shard_bytes: int) -> dict[str, Any]:
         """What has to be the same for a capture to be gone on with."""
         return {
-            "model": self._engine.model,
+            "model": self._engine.name,
             "model_dtype": self._engine.dtype,
             **self._given,
             "truncate": self._tokens.truncate,
@@ -214,13 +214,6 @@ class Plan:
                 f"at: `{patterns[0]}` is [heads, queries, keys], without a row for each token: give `apply=`, a "
                 f"function that makes rows of it"
             )
-
-    def _in_order(self, places: list[Named]) -> list[Named]:
-        """As the forward comes to them, which the engine knows once it has run."""
-        watched = Reading(self._model, places[:1], Positions(), "prompt", None, lambda rows: rows[:1])
-        self._model.run(watched, [self._first().ids], max_tokens=1)
-        order = self._engine.visits(places)
-        return [place for _, place in sorted(zip(order, places, strict=True), key=lambda pair: pair[0])]
 
 
 def _label(apply: Any) -> str | None:

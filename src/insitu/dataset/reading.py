@@ -85,7 +85,7 @@ class Reading:
             return Read(self._finished([[value] for value in self._prompt_rows(tracer)]), [])
         rows: list[list[torch.Tensor]] = [[] for _ in self._places]
         for step in tracer.iter[:] if self._phase == "all" else tracer.iter[1:]:
-            values = self._prompt_rows(tracer) if step == 0 else [self._value(one) for one in self._places]
+            values = self._prompt_rows(tracer) if step == 0 else [one.read(self._model) for one in self._places]
             for kept, value in zip(rows, values, strict=True):
                 kept.append(value)
         drawn = list(tracer.result.outputs[0].token_ids)
@@ -95,24 +95,11 @@ class Reading:
         text = self._positions.text
         where = tracer.positions_of(text) if text else None
         chosen = self._positions.chosen if where is None else slice(where.start, where.stop)
-        values = [self._value(one) for one in self._places]
+        values = [one.read(self._model) for one in self._places]
         # Logits are of the last position alone.
         return [
             value if one.stream == LOGITS else value[chosen] for one, value in zip(self._places, values, strict=True)
         ]
-
-    def _value(self, one: Named) -> torch.Tensor:
-        if one.stream == LOGITS:
-            return self._model.logits
-        if one.stream:
-            stream = getattr(self._model, one.stream)
-            return stream if one.layer is None else stream[one.layer]
-        value: Any = getattr(self._model.get(one.place.path), one.place.site)
-        value = value if one.item is None else value[one.item]
-        if not isinstance(value, torch.Tensor):
-            has = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
-            raise ArgumentError(f"at: `{one}` is {has}, not a tensor: name one part of it, as `{one}[0]`")
-        return value
 
     def _finished(self, rows: list[list[torch.Tensor]]) -> list[torch.Tensor]:
         """``rows``: of each place, those of each step."""

@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from insitu.plots.tokens import escaped, shorten, visible, width
+from insitu.plots.canvas import INK, QUIET, SIZE, drawable, fonts, new_figure, save
+from insitu.plots.tokens import shorten, width
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import QuadMesh
 
-# Fonts that cover what matplotlib's own does not, by the names that they have where they are installed.
-FALLBACK_FONTS = (
-    "Noto Sans CJK JP",
-    "Noto Sans CJK SC",
-    "Noto Sans",
-    "Noto Sans Arabic",
-    "Noto Sans Hebrew",
-    "Noto Sans Devanagari",
-    "Noto Sans Thai",
-    "Noto Sans Symbols2",
-    "Noto Emoji",
-    "Symbola",
-    "WenQuanYi Zen Hei",
-    "IPAGothic",
-    "Hiragino Sans",
-    "Apple Symbols",
-    "Arial Unicode MS",
-    "Microsoft YaHei",
-)
-DPI = 130
-LONGEST_SIDE = 30_000  # pixels; past it the dots per inch go down
 COLUMNS = (3, 12)  # the narrowest and the widest cell, in characters
-SIZE = 9  # of the text, in points
 # Measures in ems, one em being the size of the text.
 CHARACTER, ROW, BAND, GAP, MARGIN = 0.64, 2.1, 120.0, 4.2, 1.0
 SCALE_WIDTH = 7.0
-INK, QUIET = "#1c2733", "#5b6b7b"
 
 
 def logit_lens_png(
@@ -58,11 +35,10 @@ def logit_lens_png(
     the token that the lens finds most probable there; `probs`: its probability, which is the cell's colour.
     A long prompt continues in a further band below the first.
     """
-    figure_class, canvas_class = _matplotlib()
     check_grid(tokens, layers, cells, probs)
     grid = [[float(value) for value in row] for row in probs]
-    labels = [[shorten(_drawable(token), COLUMNS[1]) for token in row] for row in cells]
-    inputs = [shorten(_drawable(token), COLUMNS[1]) for token in tokens]
+    labels = [[shorten(drawable(token), COLUMNS[1]) for token in row] for row in cells]
+    inputs = [shorten(drawable(token), COLUMNS[1]) for token in tokens]
     rows = [str(layer) for layer in layers]
     widths = [_cell_width([inputs[x], str(x), *(row[x] for row in labels)]) for x in range(len(tokens))]
     bands = _bands(widths)
@@ -71,8 +47,7 @@ def logit_lens_png(
     band_up = ROW * len(rows)
     up = MARGIN + len(bands) * (band_up + GAP)
 
-    figure = figure_class(figsize=(across * SIZE / 72, up * SIZE / 72), facecolor="white")
-    canvas_class(figure)
+    figure = new_figure(across, up)
     for number, band in enumerate(bands):
         bottom = up - MARGIN - number * (band_up + GAP) - band_up
         edges = [0.0, *itertools.accumulate(widths[band.start : band.stop])]
@@ -87,7 +62,7 @@ def logit_lens_png(
             place = (left + edges[-1] + 1, bottom + band_up - height, 0.9, height)
             scale = figure.add_axes((place[0] / across, place[1] / up, place[2] / across, place[3] / up))
             _draw_scale(scale, shading)
-    figure.savefig(path, dpi=min(DPI, LONGEST_SIDE * 72 / SIZE / max(across, up)), format="png")
+    save(figure, path)
 
 
 def check_grid(tokens: Sequence[str], layers: Sequence[Any], *grids: Sequence[Sequence[Any]]) -> None:
@@ -107,13 +82,13 @@ def _write_cells(axes: Axes, edges: list[float], labels: list[list[str]], probs:
     for y, (row, row_probs) in enumerate(zip(labels, probs, strict=True)):
         for start, stop, label, probability in zip(edges, edges[1:], row, row_probs, strict=False):
             color = "white" if probability > 0.55 else INK
-            place = {"ha": "center", "va": "center_baseline", "family": _fonts(), "parse_math": False}
+            place = {"ha": "center", "va": "center_baseline", "family": fonts(), "parse_math": False}
             axes.text((start + stop) / 2, y + 0.5, label, size=SIZE, color=color, **place)
 
 
 def _label_axes(axes: Axes, edges: list[float], tokens: list[str], layers: list[str]) -> None:
     middles = [(start + stop) / 2 for start, stop in itertools.pairwise(edges)]
-    axes.set_xticks(middles, tokens, size=SIZE, color=INK, family=_fonts(), parse_math=False)
+    axes.set_xticks(middles, tokens, size=SIZE, color=INK, family=fonts(), parse_math=False)
     axes.set_yticks([y + 0.5 for y in range(len(layers))], layers, size=SIZE, color=INK)
     axes.set_ylabel("layer", size=SIZE, color=QUIET)
     axes.tick_params(length=0)
@@ -139,34 +114,3 @@ def _bands(widths: list[float]) -> list[range]:
     starts = [bisect.bisect_left(ends, ends[-1] * band / count) for band in range(count)]
     starts[1:] = [start + 1 for start in starts[1:]]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(widths)], strict=True)]
-
-
-def _drawable(token: str) -> str:
-    """The token as shown, characters that no font here has written by their number."""
-    return "".join(c if ord(c) in _covered() else escaped(c) for c in visible(token))
-
-
-@functools.cache
-def _fonts() -> list[str]:
-    from matplotlib import font_manager
-
-    installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in installed)]
-
-
-@functools.cache
-def _covered() -> frozenset[int]:
-    from matplotlib import font_manager
-
-    files = [font_manager.findfont(name) for name in _fonts()]
-    return frozenset().union(*(font_manager.get_font(file).get_charmap() for file in files))
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    # Not pyplot: it keeps figures, wants to choose a display, and belongs to the user.
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install insitu[plots]") from error
-    return Figure, FigureCanvasAgg

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from insitu.block import ArgumentError
 from insitu.tree.outline import Outline
@@ -23,6 +23,20 @@ class Named(NamedTuple):
     layer: int | None = None
     place: Place = Place("", "")
     item: int | None = None
+
+    def read(self, model: Any) -> Any:
+        """Its value, in a block; ``model.logits`` and the like by their names. Raises ``ArgumentError`` if that
+        is a tuple and no item of it is named."""
+        if self.stream:
+            stream = getattr(model, self.stream)
+            return stream if self.layer is None else stream[self.layer]
+        value: Any = getattr(model.get(self.place.path), self.place.site)
+        if self.item is None and isinstance(value, (tuple, list)):
+            raise ArgumentError(
+                f"`{self}` is a {type(value).__name__} of {len(value)}, not a tensor: name one part of it, as "
+                f"`{self}[0]`"
+            )
+        return value if self.item is None else value[self.item]
 
     def __str__(self) -> str:
         if self.stream:
