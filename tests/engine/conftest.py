@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,3 +16,13 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def model(name: str, request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(name)
+
+
+@pytest.fixture
+def no_edits_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Takes edits off all engines of the session, and sees that nothing is held for any request."""
+    yield
+    for model in request.getfixturevalue("engines").made.values():
+        model.clear_edits()
+        assert model.edits() == []
+        assert model.in_flight() == 0

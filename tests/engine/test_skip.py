@@ -170,7 +170,7 @@ def test_a_place_inside_is_refused_by_name(name: str, model: Any) -> None:
     child, count = PATHS[name]["norm"], len(ids_of(name))
     value = torch.zeros(count, WIDTH)
     with pytest.raises(
-        OutOfOrderError, match=rf"\.1\.{child}\.output` can't be read: it is inside `.*\.1`, which this block"
+        OutOfOrderError, match=rf"\.1\.{child}\.output` can't be read: it is inside `.*\.1`, which is skipped for this"
     ):
         with model.trace(PROMPT, temperature=0.0, max_tokens=1):
             layers(model)[1].skip(value if name == "gpt2" else (value, value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -300,3 +300,9 @@ class BlockRun:
             served = self._served = served or traps.wait(place)
             self.at, self.position = place, self._model.position(place, self.position)
         return served
+
+
+def in_order(runs: Iterable[BlockRun]) -> list[BlockRun]:
+    """Those beside one request in their order; requests do not depend on each other's."""
+    found = list(runs)
+    return sorted(found, key=lambda run: run.order) if any(run.beside for run in found) else found

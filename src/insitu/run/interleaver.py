@@ -17,7 +17,7 @@ import torch
 from insitu.block import LocationError
 from insitu.run import refusals
 from insitu.run.anatomy import Anatomy
-from insitu.run.block_run import BlockRun
+from insitu.run.block_run import BlockRun, in_order
 from insitu.run.calls import Calls
 from insitu.run.modules import ModuleTable
 from insitu.run.ops import Operations
@@ -357,11 +357,10 @@ class Interleaver:
         else:
             self.order.arrive(place, self._active)
             self._reached = max(self._reached, self.order.next_visit(place, self._reached))
-        runs = self._waiting.pop(place, [])
-        if absent := [run for run in runs if run not in self.rows]:
+        waiting = self._waiting.pop(place, [])
+        if absent := [run for run in waiting if run not in self.rows]:
             self._waiting[place] = absent
-        runs = [run for run in runs if run in self.rows]
-        return sorted(runs, key=lambda run: run.order) if any(run.beside for run in runs) else runs
+        return in_order(run for run in waiting if run in self.rows)
 
     def _ids_below(self, place: Place) -> int:
         module = self.modules.by_path.get(place.path)

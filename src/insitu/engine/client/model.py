@@ -105,6 +105,8 @@ class VLLM(BaseModel["Engine"]):
         relative, is twice the error that transformers itself has in this dtype, and 1e-5 in float32 or a
         rounding step in others. ``show`` prints a table.
         """
+        if self.edits():
+            raise ArgumentError("the model is checked as it is: clear its edits first, `model.clear_edits()`")
         report = _check(self, reference, prompts)
         if show:
             report.show()
