@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from insitu.block import ArgumentError
+from insitu.from_file import function_in
 
 
 def function_of(given: Any) -> Any:
@@ -25,7 +25,7 @@ def function_of(given: Any) -> Any:
     if kind == "project" and rest:
         return _Project(Path(rest))
     if kind.endswith(".py") and rest:
-        return _from_file(Path(kind), rest)
+        return function_in(str(given), "apply")
     raise ArgumentError(
         f"apply={given!r}: it is a function, 'mean', 'project:FILE.safetensors' or 'FILE.py:NAME', a function there"
     )
@@ -46,15 +46,3 @@ class _Project:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return rows @ self._directions.to(rows.device, rows.dtype).T
-
-
-def _from_file(file: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None or not file.exists():
-        raise ArgumentError(f"apply: there is no {file}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ArgumentError(f"apply: {file} has no function `{name}`")
-    return found
