@@ -312,8 +312,8 @@ class Interleaver:
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
-        live = self._write_again(place, live, copies)
         self.touched = set()
+        live = self._write_again(place, live, copies)
         for run in self._arrived(place):
             try:
                 refusals.require_not_skipped(place, run.beside)

@@ -44,6 +44,12 @@ class Gathered:
     layouts: list[Layout | None] = field(default_factory=list)
 
 
+def gathered_whole(live: Any) -> Gathered:
+    """Of a place that is known to be whole on every rank."""
+    tensors = _unique(live)
+    return Gathered(live, live, tensors, list(tensors), [None] * len(tensors))
+
+
 class Layouts:
     """Follows one forward. All ranks decide alike, and by nothing that only one of them knows.
 

@@ -45,6 +45,8 @@ class Done:
     in_place: list[int] = field(default_factory=list)
     """Tensors of the place that were edited where they are; each follows."""
     replaced: list[int] = field(default_factory=list)
+    at_taps: Any = None
+    """What else there is to know where places have taps."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Command:
 class ParallelInterleaver(Interleaver):
     """What leading and following have in common."""
 
+    _recorded_places: frozenset[Place] = frozenset()
+    _rewritten: frozenset[Place] = frozenset()
+    """Where what blocks have written is written once more."""
+
     def __init__(
         self,
         root: torch.nn.Module,
@@ -68,8 +74,9 @@ class ParallelInterleaver(Interleaver):
         group: Group,
         parallel: Callable[[torch.nn.Module], Parallel | None],
         width: int,
+        **about_taps: Any,
     ) -> None:
-        super().__init__(root, unembed, safe_ids)
+        super().__init__(root, unembed, safe_ids, **about_taps)
         self._group = group
         self._layouts = Layouts(self.modules, parallel, group, width)
         self.calls.apply = self._layouts.call
@@ -85,6 +92,9 @@ class ParallelInterleaver(Interleaver):
         if not op:
             self._layouts.passed(path)
         return value
+
+    def _is_awaited(self, place: Place) -> bool:
+        return place in self._waiting or place in self._recorded_places or place in self._rewritten
 
     def _gathered(self, place: Place, live: Any) -> Gathered | LocationError:
         try:
@@ -109,7 +119,6 @@ class Leader(ParallelInterleaver):
     """Runs the blocks, on rank 0."""
 
     _windows = 0
-    _recorded: frozenset[Place] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,8 +135,8 @@ class Leader(ParallelInterleaver):
             if not self._windows:
                 news, self._news = self._news, Done()
                 recorded = self._recorded_now()
-                if recorded != self._recorded:
-                    self._recorded = news.recorded = recorded
+                if recorded != self._recorded_places:
+                    self._recorded_places = news.recorded = recorded
                 self._group.send(news)
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
@@ -135,7 +144,7 @@ class Leader(ParallelInterleaver):
             return super().begin(runs)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
-        if place not in self._waiting and place not in self._recorded:
+        if not self._is_awaited(place):
             return super()._serve_if_awaited(place, live)
         gathered = self._gathered(place, live)
         if isinstance(gathered, LocationError):
@@ -228,18 +237,17 @@ class Follower(ParallelInterleaver):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._device = next(self.modules.root.parameters()).device
-        self._recorded: frozenset[Place] = frozenset()
         self._shadows: dict[str, Any] = {}
 
     def begin(self, runs: Iterable[Any]) -> bool:
         self._waiting.clear()
         self._shadows = {run.request: run for run in runs}
         self.follow()
-        return bool(self._recorded) or any(place.in_forward for place in self._waiting)
+        return bool(self._recorded_places) or any(place.in_forward for place in self._waiting)
 
     def open(self, rows: RowsOf) -> None:
         super().open(rows)
-        for place in self._recorded:
+        for place in self._recorded_places:
             self._wrap(place.path)
 
     def follow(self) -> Done:
@@ -268,10 +276,13 @@ class Follower(ParallelInterleaver):
             for place, waiting in list(self._waiting.items()):
                 self._waiting[place] = [other for other in waiting if other.request != request]
         if done.recorded is not None:
-            self._recorded = done.recorded
+            self._recorded_places = done.recorded
             for place in done.recorded if self._open else ():
                 self._wrap(place.path)
-        for parked in done.parked:
+        self._wait(done.parked)
+
+    def _wait(self, blocks: Iterable[Parked]) -> None:
+        for parked in blocks:
             shadow = self._shadows[parked.request]
             shadow.skipping, shadow.names_source = parked.skipping, parked.names_source
             self._waiting.setdefault(parked.place, []).append(shadow)
@@ -279,7 +290,7 @@ class Follower(ParallelInterleaver):
                 self._watch(parked.place)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
-        if place not in self._waiting and place not in self._recorded:
+        if not self._is_awaited(place):
             return super()._serve_if_awaited(place, live)
         gathered = self._gathered(place, live)
         self._arrived(place)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from insitu.run import traps
+from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
 from insitu.run.habits import Habits
 from insitu.run.interleaver import Interleaver, RowsOf
@@ -85,9 +86,7 @@ class TappedInterleaver(Interleaver):
         self._pending: list[tuple[Place, BlockRun, Served]] = []
         self._stale: set[BlockRun] = set()
         self._promised: dict[Place, list[tuple[BlockRun, PromisedServed]]] = {}
-        layers = range(self.anatomy.layers)
-        # What a layer returns is its own: the stream goes on from it.
-        self._held_by_nobody = {self.anatomy.stream("resid_post", layer).place for layer in layers}
+        self._held_by_nobody = layer_outputs(self.anatomy)
 
     # -- one step -------------------------------------------------------------------------
 
@@ -174,9 +173,7 @@ class TappedInterleaver(Interleaver):
         if not self._compiled or self.calls.running:
             return
         self._live = True
-        if place in self._promised:
-            self._write_again(place, self._structures[place].filled(floating, others), {})
-        if place in self._waiting or self._recorders:
+        if place in self._promised or place in self._waiting or self._recorders:
             self._serve_compiled(place, floating, others)
 
     def after_compiled(self) -> bool:
@@ -275,9 +272,7 @@ class TappedInterleaver(Interleaver):
         """Makes replacements in the live tensors. False where others hold those, who are not to see it."""
         if place not in self._held_by_nobody:
             return False
-        for live, new in zip(floating, tensors_in(left).floating, strict=True):
-            if new is not live:
-                live.copy_(new)
+        put_in_place(left, floating)
         return True
 
     def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
@@ -287,9 +282,12 @@ class TappedInterleaver(Interleaver):
         return served
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
-        if not self._compiled and place in self._taps.places and place not in self._structures:
+        if not self._compiled and place not in self._structures and self._may_be_tapped(place):
             self._structures[place] = Structure(live)
         return super()._serve_if_awaited(place, live)
+
+    def _may_be_tapped(self, place: Place) -> bool:
+        return place in self._taps.places
 
     def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
         for run, visit in self._promised.get(place, ()):
@@ -301,6 +299,7 @@ class TappedInterleaver(Interleaver):
             try:
                 served.move_to(live)
                 live = served.write_back(copies, self._ids_below(place))
+                self.touched |= served.touched
             except Exception as error:  # as where it was first written
                 run.refuse(error)
         return live
@@ -313,3 +312,15 @@ class TappedInterleaver(Interleaver):
 def _has_company(run: BlockRun) -> bool:
     """Whether another block beside the same request goes on: what one edits is what the other is to see."""
     return any(not other.done and other.waiting != RESULT for other in run.beside)
+
+
+def layer_outputs(anatomy: Anatomy) -> set[Place]:
+    """What a layer returns is its own: the stream goes on from it, and nobody else holds it."""
+    return {anatomy.stream("resid_post", layer).place for layer in range(anatomy.layers)}
+
+
+def put_in_place(value: Any, floating: Sequence[torch.Tensor]) -> None:
+    """Copies the floating tensors of ``value`` into those that stand for them, where they are others."""
+    for live, new in zip(floating, tensors_in(value).floating, strict=True):
+        if new is not live:
+            live.copy_(new)

@@ -69,7 +69,7 @@ def checked_args(
     for name in _OURS:
         if engine_args.get(name):
             raise ArgumentError(f"`{name}` is set by insitu itself, which gets into the engine by it")
-    _refuse_what_is_not_there_yet(engine_args, taps)
+    _refuse_what_is_not_there_yet(engine_args)
     if workers:
         engine_args = {"distributed_executor_backend": "mp", **engine_args}
     _require_model(repo)
@@ -90,12 +90,10 @@ def refusal(repo: str, config: VllmConfig) -> EngineError | None:
     return None
 
 
-def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any], taps: Sequence[str]) -> None:
+def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any]) -> None:
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if (engine_args.get(name) or 1) > 1:
             raise ArgumentError(f"`{name}`: this version runs models over several devices by tensor_parallel_size only")
-    if taps and (engine_args.get("tensor_parallel_size") or 1) > 1:
-        raise ArgumentError("`taps`: this version has them on one rank only; without, blocks are served by eager steps")
 
 
 def _with_taps(engine_args: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any]:

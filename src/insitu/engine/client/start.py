@@ -15,8 +15,12 @@ def start(repo: str, engine_args: Mapping[str, Any], taps: Sequence[str], model:
     """``workers``: whether the model runs in worker processes; None: if it must."""
     workers = needs_workers(engine_args) if workers is None else workers
     llm = launch(repo, engine_args, taps, workers)
+    channel = None
     try:
-        return Engine(llm, Wired(llm, ClientSide(model)) if workers else Direct(llm), model._owner)
+        channel = Wired(llm, ClientSide(model)) if workers else Direct(llm)
+        return Engine(llm, channel, model._owner)
     except BaseException:
         shut_down(llm)
+        if channel is not None:
+            channel.close()
         raise

@@ -201,19 +201,21 @@ def install(runner: Any) -> Taps | None:
 
 
 def interleaver_for(runner: Any, model: Any, unembed: Callable[..., Any], safe_ids: int) -> Interleaver:
-    """What runs blocks beside this runner's model, by its taps if it has any.
+    """What runs blocks beside this runner's model on one rank, by its taps if it has any.
 
     Raises what was wrong with the taps that were asked for.
     """
     taps = of(runner)
     if taps is None:
         return Interleaver(model, unembed, safe_ids)
-    if taps.error is not None:
-        raise taps.error
-    repeatable = not runner.model_config.is_hybrid and not runner.model_config.is_attention_free
-    interleaver = TappedInterleaver(model, unembed, safe_ids, taps, repeatable)
+    interleaver = TappedInterleaver(model, unembed, safe_ids, taps, is_repeatable(runner))
     taps.shown = interleaver.pass_by
     return interleaver
+
+
+def is_repeatable(runner: Any) -> bool:
+    """Whether a forward can be run twice with the same result."""
+    return not runner.model_config.is_hybrid and not runner.model_config.is_attention_free
 
 
 def without_one_graph(config: VllmConfig, pieces: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
@@ -238,8 +240,11 @@ def install_when_loaded() -> None:
 
 
 def of(runner: Any) -> Taps | None:
-    """The taps that were installed in the runner's model."""
-    return runner.vllm_config.compilation_config.static_forward_context.get(_HERE)
+    """The taps that were installed in the runner's model. Raises what was wrong with those that were asked for."""
+    taps = runner.vllm_config.compilation_config.static_forward_context.get(_HERE)
+    if taps is not None and taps.error is not None:
+        raise taps.error
+    return taps
 
 
 def _hook(module: torch.nn.Module, place: Place) -> None:

@@ -21,6 +21,7 @@ from insitu.engine.worker.ranks import interleaver_of
 from insitu.run import Rows
 from insitu.run.parallel import Follower
 from insitu.run.tapped import TappedInterleaver
+from insitu.run.tapped_ranks import TappedFollower
 
 
 class Adapter:
@@ -71,9 +72,9 @@ class Adapter:
         self.host.plain_steps += bool(scheduled.total_num_scheduled_tokens) and plain
 
     @property
-    def at_taps(self) -> TappedInterleaver:
+    def at_taps(self) -> TappedInterleaver | TappedFollower:
         """The interleaver, in a step that is ``tapped``."""
-        assert isinstance(self.interleaver, TappedInterleaver)
+        assert isinstance(self.interleaver, (TappedInterleaver, TappedFollower))
         return self.interleaver
 
     def count_again(self) -> None:

@@ -17,28 +17,36 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from insitu.engine.taps.install import interleaver_for
+from insitu.engine.taps import install
 from insitu.run import Interleaver
 from insitu.run.attention import is_attention
 from insitu.run.layouts import Parallel
 from insitu.run.parallel import Follower, Leader
 from insitu.run.shards import Split
+from insitu.run.tapped_ranks import TappedFollower, TappedLeader
 
 
 def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int) -> Interleaver:
     """The interleaver of this rank: alone, leading or following."""
     group = Ranks()
     if group.size == 1:
-        return interleaver_for(runner, model, unembed, safe_ids)
+        return install.interleaver_for(runner, model, unembed, safe_ids)
     heads = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     vocabulary = tuple({Split(((head.num_embeddings_per_partition, 1),)) for head in heads if head.tp_size > 1})
 
     def lies(module: Any) -> Parallel | None:
         return Parallel(inside=vocabulary) if isinstance(module, LogitsProcessor) else parallel(module)
 
-    return (Follower if group.rank else Leader)(
-        model, unembed, safe_ids, group, lies, runner.model_config.get_hidden_size()
-    )
+    about = (model, unembed, safe_ids, group, lies, runner.model_config.get_hidden_size())
+    taps = install.of(runner)
+    if taps is None:
+        return (Follower if group.rank else Leader)(*about)
+    if group.rank:
+        tapped = TappedFollower(*about, places=taps.places)
+    else:
+        tapped = TappedLeader(*about, taps=taps, repeatable=install.is_repeatable(runner))
+    taps.shown = tapped.pass_by
+    return tapped
 
 
 class Ranks:

@@ -8,7 +8,7 @@ from typing import Any
 import vllm
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from insitu.block import EngineError
+from insitu.block import EngineError, InsituError
 from insitu.engine.channel import answered, decode
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, Loras
@@ -20,6 +20,7 @@ from insitu.engine.worker.host import Host, Stats
 from insitu.engine.worker.runner_v1 import V1Adapter
 from insitu.engine.worker.runner_v2 import V2Adapter
 from insitu.run import Names, Outcome, names_of, visits
+from insitu.run.tapped_ranks import TappedLeader
 from insitu.tree import Listing, Named, Outline, Place
 from insitu.wire import Port, Shared
 
@@ -33,6 +34,7 @@ class InsituWorker:
     insitu_host: Host | FollowingHost | None = None
     insitu_loras: Loras | None = None
     insitu_port: Port | None = None
+    insitu_refusal: InsituError | None = None
     insitu_shared: dict[int, Shared]
 
     def insitu_attach(self) -> None:
@@ -52,9 +54,14 @@ class InsituWorker:
         self.insitu_loras = adapter.loras
 
     def insitu_open(self) -> None:
-        """Attached, makes this worker answer by messages."""
-        self.insitu_attach()
+        """Attached, makes this worker answer by messages. If it can't be attached, each of them is answered so."""
         self.insitu_shared = {}
+        try:
+            self.insitu_attach()
+        except InsituError as error:
+            self.insitu_refusal = error
+            self.insitu_port = Port(lambda obj: None, lambda name: None)
+            return
         interrupt_blocks_only()
         if isinstance(self.insitu_host, FollowingHost):
             return
@@ -71,6 +78,8 @@ class InsituWorker:
             host.called(request.method, request.jobs)
             return None
         assert self.insitu_port is not None
+        if self.insitu_refusal is not None:
+            return self.insitu_port.pack((None, self.insitu_refusal))
         with self._insitu.interleaver.window() if request.method == "insitu_collect" else nullcontext():
             return answered(self.insitu_port, getattr(self, request.method), request.message)
 
@@ -116,6 +125,10 @@ class InsituWorker:
         return Stats(host.eager_steps, host.plain_steps, host.tapped_steps, taps.nbytes(runner))
 
     def insitu_taps(self) -> dict[Place, bool]:
+        interleaver = self._insitu.interleaver
+        if isinstance(interleaver, TappedLeader):
+            for refusal in interleaver.wholes.others.values():
+                raise refusal
         return taps.passed(self.model_runner)  # type: ignore[attr-defined]
 
     def insitu_use_taps(self, use: bool) -> None:

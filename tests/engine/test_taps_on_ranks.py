@@ -1,0 +1,94 @@
+"""Taps of a model on two ranks give what eager steps on two ranks give: `pytest --engine two-ranks`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import insitu
+from insitu.block import InsituError, LocationError, UnknownModuleError
+from tests.engine.helpers import own_engine, plain
+from tests.engine.test_taps import BLOCKS, PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of, read_streams
+
+pytestmark = [pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_ranks(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--engine") != "two-ranks":
+        pytest.skip("is about two ranks")
+
+
+@pytest.fixture(scope="module")
+def tapped(engines: Any) -> Iterator[Any]:
+    settings = {"tensor_parallel_size": 2, "enforce_eager": False, "max_num_seqs": 16, "taps": PLACES}
+    with own_engine(engines, "llama", **settings) as model:
+        yield model
+
+
+def as_if_recorded(worker: Any, recorded: bool) -> None:
+    """In a worker: its taps are told that they are in a graph, or not."""
+    taps = worker.model_runner.vllm_config.compilation_config.static_forward_context["insitu.taps"]
+    taps.rows = 256
+    for tap in taps.taps.values():
+        tap.rows, tap.copies, tap.table = taps.rows, None, None
+    interleaver = taps.shown.__self__
+    taps.in_graph = lambda tensor: recorded and not interleaver.calls.running
+
+
+@pytest.fixture(params=["between pieces", "recorded"])
+def model(request: pytest.FixtureRequest, tapped: Any) -> Iterator[Any]:
+    tapped.vllm_entrypoint.collective_rpc(as_if_recorded, args=(request.param == "recorded",))
+    yield tapped
+    tapped.vllm_entrypoint.collective_rpc(as_if_recorded, args=(False,))
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
+def test_a_block_gives_what_it_gives_by_eager_steps(model: Any, llama: Any, block: Block) -> None:
+    for _ in range(2):  # the second time it is known what the block does
+        for prompt in PROMPTS[:2]:
+            ours, wanted = [each.run(functools.partial(block, each), prompt, **SETTINGS) for each in (model, llama)]
+            assert_same(ours, wanted, block.__name__)
+
+
+def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
+    def run(engine: Any) -> Any:
+        with engine.trace(**SETTINGS) as tracer:
+            for i, block in enumerate(BLOCKS):
+                with tracer.invoke(PROMPTS[i % 4]):
+                    value = block(engine, tracer)
+                    insitu.save(value)
+        return value
+
+    for _ in range(2):
+        for ours, wanted, block in zip(run(model), run(llama), BLOCKS, strict=True):
+            assert_same(ours, wanted, block.__name__)
+
+
+def test_reading_takes_no_eager_step(model: Any) -> None:
+    for _ in range(2):
+        before = model.stats()
+        model.run(functools.partial(read_streams, model), PROMPTS[0], **SETTINGS)
+    after = model.stats()
+    assert (after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps) == (0, 5)
+    plain(model, PROMPTS)
+    assert model.stats().tapped_steps == after.tapped_steps
+
+
+@pytest.mark.parametrize(
+    ("taps", "error", "text"),
+    [
+        (["model.layers.*.mpl.output"], UnknownModuleError, r"model\.layers\.\*\.mlp"),
+        (["resid_post[1]", "model.layers.1.self_attn.qkv_proj.output"], LocationError, "lies in parts on the ranks"),
+        (["model.layers.2.mlp.down_proj.input"], LocationError, r"`model\.layers\.2\.mlp\.down_proj\.input` lies in"),
+    ],
+)
+def test_a_tap_that_can_not_be_is_refused_by_name(
+    engines: Any, taps: list[str], error: type[InsituError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        with own_engine(engines, "llama", tensor_parallel_size=2, taps=taps):
+            pass
