@@ -1,4 +1,4 @@
-"""What insitu costs beside plain vLLM with CUDA graphs, on one GPU. `python -m benchmarks.gpu`
+"""What insitu costs beside plain vLLM with CUDA graphs, on one GPU or several. `python -m benchmarks.gpu`
 
 A model of Llama-8B's shape with random weights, 256 prompts of 128 tokens, 128 generated; what blocks save is handed
 to the host. Each case by turns with plain vLLM, whose engine runs in a process of its own, as it does by default.
@@ -78,6 +78,7 @@ ONE, ALL = (f"resid_post[{LAYER}]",), ("resid_post",)
 CASES = {
     "untraced requests": Case((), 0.99, untraced),
     "every request traced, one layer's prefill saved": Case((), 0.90, prefill),
+    "every layer's last prompt token saved": Case((), 0.80, last_of_every_layer),
     "untraced requests, one tap": Case(ONE, 0.99, untraced),
     "one layer's prefill saved, a tap": Case(ONE, 0.97, prefill),
     "one layer read at every step, a tap": Case(ONE, 0.95, every_step),
@@ -110,6 +111,7 @@ def folder_of_shape() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each case; the median counts (default: 5)")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that each engine runs on (default: 1)")
     parser.add_argument("--cases", default="", help="only those whose names hold one of these, by `;`")
     parser.add_argument("--json", default="", help="a file for the figures")
     parser.add_argument("--profile", action="store_true", help="where Python's time goes, one more round of each")
@@ -120,6 +122,7 @@ def main() -> None:
     wanted = [part for part in chosen.cases.split(";") if part]
     cases = {name: case for name, case in CASES.items() if not wanted or any(part in name for part in wanted)}
     folder = folder_of_shape()
+    ENGINE["tensor_parallel_size"] = chosen.tensor_parallel
     plain = LLM(folder, **ENGINE)
     generator = random.Random(0)
     prompts = [[generator.randrange(1, 128000) for _ in range(TOKENS)] for _ in range(PROMPTS)]

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import insitu
+from tests.engine import test_taps
 from tests.gpu import ranks
-from tests.gpu.ranks import BLOCKS, KV_HEADS, VOCABULARY, experts, largest_difference, tensors_of
+from tests.gpu.ranks import BLOCKS, VOCABULARY, experts, largest_difference, tensors_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +37,11 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["mixtral", *(name for name in KV_HEADS if name != "mixtral")])
+KINDS = ["mixtral", "llama", "qwen3", "tapped llama"]
+"""vLLM wants an engine of a mixture of experts to be the first of its process."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -44,12 +49,14 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """On two ranks, and on one. Llama's are compiled, with CUDA graphs."""
-    folder = str(tmp_path_factory.mktemp(kind))
-    ranks.save_model(kind, folder)
-    settings = {**ENGINE, "enforce_eager": kind != "llama"}
+    name = kind.rpartition(" ")[2]
+    folder = str(tmp_path_factory.mktemp(name))
+    ranks.save_model(name, folder)
+    settings = {**ENGINE, "enforce_eager": name != "llama"}
+    taps = test_taps.PLACES if kind == "tapped llama" else ()
     with (
         insitu.VLLM(folder, **settings) as one,
-        insitu.VLLM(folder, **settings, tensor_parallel_size=2) as two,
+        insitu.VLLM(folder, **settings, tensor_parallel_size=2, taps=taps) as two,
     ):
         yield two, one
 
@@ -65,8 +72,11 @@ def nothing_left(engines: tuple[Any, Any]) -> Iterator[None]:
     assert [each.in_flight() for each in engines] == [0, 0]
 
 
-def compare(engines: tuple[Any, Any], block: Callable[[Any, Any], Any], what: str, prompts: Any = PROMPTS) -> None:
-    ours, wanted = [each.run(functools.partial(block, each), prompts, **SETTINGS) for each in engines]
+def compare(
+    engines: tuple[Any, Any], block: Callable[[Any, Any], Any], what: str, prompts: Any = PROMPTS, steps: int = 3
+) -> None:
+    settings = {**SETTINGS, "max_tokens": steps}
+    ours, wanted = [each.run(functools.partial(block, each), prompts, **settings) for each in engines]
     print(f"{what}: {largest_difference(ours, wanted, what, BOUND):.1e}")
 
 
@@ -183,4 +193,40 @@ def test_steps_in_which_nobody_waits_stay_on_graphs(model: Any, kind: str) -> No
     before = model.stats()
     model.run(lambda tracer: model.resid_post[1], PROMPTS[0], **{**SETTINGS, "max_tokens": 12})
     after = model.stats()
-    assert (after.eager_steps - before.eager_steps, after.plain_steps - before.plain_steps >= 11) == (1, True)
+    tapped = kind == "tapped llama"
+    assert (after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps) == (not tapped, tapped)
+    assert after.plain_steps - before.plain_steps >= 11
+
+
+@pytest.mark.parametrize("block", test_taps.BLOCKS, ids=test_taps.name_of)
+def test_a_block_at_taps(engines: tuple[Any, Any], kind: str, block: Callable[[Any, Any], Any]) -> None:
+    if kind != "tapped llama":
+        pytest.skip("has none")
+    for _ in range(2):  # the second time it is known what the block does
+        compare(engines, block, f"taps, {block.__name__}", PROMPTS[:2], steps=5)
+
+
+def test_blocks_of_all_kinds_at_taps_in_one_batch(engines: tuple[Any, Any], kind: str) -> None:
+    if kind != "tapped llama":
+        pytest.skip("has none")
+
+    def run(engine: Any) -> Any:
+        with engine.trace(**{**SETTINGS, "max_tokens": 5}) as tracer:
+            for i, block in enumerate(test_taps.BLOCKS):
+                with tracer.invoke(PROMPTS[i % 4]):
+                    value = block(engine, tracer)
+                    insitu.save(value)
+        return value
+
+    for _ in range(2):
+        print(f"taps, one batch: {largest_difference(*map(run, engines), 'one batch', BOUND):.1e}")
+
+
+def test_reads_at_taps_leave_the_graphs_on(model: Any, kind: str) -> None:
+    if kind != "tapped llama":
+        pytest.skip("has none")
+    for _ in range(2):
+        before = model.stats()
+        model.run(functools.partial(test_taps.read_streams, model), PROMPTS[0], **SETTINGS)
+        after = model.stats()
+    assert (after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps) == (0, 3)
