@@ -128,6 +128,8 @@ class Layouts:
             return self._decided(tensor, output if is_output else [own.closes] if own.closes else [])
         if own is not None and own.returns is not None and is_output:
             return self._decided(tensor, [own.returns])
+        if own is not None and own.summed and is_output:
+            return self._decided(tensor, [Summed()])
         around = self._around(place.path)
         if around is None and not place.op:
             return self._outside(place, tensor)

@@ -81,6 +81,8 @@ def parallel(module: Any) -> Parallel | None:
     if is_attention(module) and hasattr(module, "num_heads"):
         size = getattr(module, "head_size_v", None) or module.head_size
         return Parallel(returns=Split(((module.num_heads * size, 1),)))
+    if any(word in type(module).__name__ for word in ("MoE", "RoutedExperts")):
+        return Parallel(summed=True)  # also what experts are made of, which has no tp_size of its own
     if getattr(module, "tp_size", 1) == 1:
         return None
     if isinstance(module, ColumnParallelLinear):
@@ -88,8 +90,6 @@ def parallel(module: Any) -> Parallel | None:
     if isinstance(module, RowParallelLinear):
         split = Split(((module.input_size_per_partition, 1),)) if module.input_is_parallel else None
         return Parallel(closes=split, summed=not module.reduce_results)
-    if "MoE" in type(module).__name__:
-        return Parallel(summed=True)
     if isinstance(module, VocabParallelEmbedding):
         return Parallel(inside=())
     return None
