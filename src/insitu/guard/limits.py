@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from insitu.net.keys import KeyLimits
 
 __all__ = ["GuardLimits"]
 
@@ -31,3 +33,8 @@ class GuardLimits:
     python_bytes: int = 256 * _MIB
     work: int = 1 << 40
     rows: int = 2048
+
+    def of_key(self, key: KeyLimits) -> GuardLimits:
+        """These, with what a key has limits of its own for."""
+        own = {name: getattr(key, name) for name in ("operations", "seconds", "saved_bytes")}
+        return replace(self, **{name: value for name, value in own.items() if value is not None})

@@ -11,7 +11,7 @@ from typing import Any
 
 from insitu.block import BlockError, InsituError, errors, user_traceback
 from insitu.block.errors import qualified_name
-from insitu.net.errors import WireError
+from insitu.net.errors import FormError, WireError
 from insitu.net.sources import is_remote, local_name
 
 __all__ = ["error_of", "failure_of"]
@@ -20,6 +20,7 @@ _LINES = 50
 _TEXT = 20_000
 _CHAIN = 8
 _OURS = {name: kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), InsituError)}
+_OURS |= {"WireError": WireError, "FormError": FormError}
 _PYTHONS = {
     name: kind
     for name, kind in vars(builtins).items()

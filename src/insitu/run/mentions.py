@@ -42,7 +42,8 @@ def code_of(program: Callable[[], Any]) -> object:
 
 
 def _text_of(program: Callable[[], Any]) -> Text:
-    return getattr(program, "text", lambda: program)()
+    text: Any = getattr(program, "text", lambda: program)()
+    return text.text() if hasattr(type(text), "guarded") else text
 
 
 def _function(text: Callable[..., Any]) -> Callable[..., Any]:

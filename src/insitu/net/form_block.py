@@ -1,0 +1,210 @@
+"""A form as a block: a function of the tracer, which does what an ordinary block would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from insitu.block import InsituError, LimitError, NotReachedError
+from insitu.net.errors import FormError
+from insitu.net.form import Action, Add, AtText, Form, ProjectOut, Read, Scale, Set, order, parts
+from insitu.tree import current
+
+__all__ = ["form_block"]
+
+
+def form_block(form: Form, model: Any, saved_bytes: int | None = None) -> Callable[[Any], dict[str, Any]]:
+    """The function that does the form beside ``model``; returns what was read, by name.
+
+    ``saved_bytes``: how much it may read altogether. Tensors that are not the request's alone are withheld.
+
+    Raises ``FormError`` with the code ``"unknown-place"`` for a layer or module that the model does not have. In the
+    block it is raised for a vector or positions that don't fit, and ``NotReachedError`` for a step that the request
+    ended before, ``LimitError`` for more than ``saved_bytes``.
+    """
+    return _FormBlock(form, model, saved_bytes)
+
+
+class _FormBlock:
+    """Of a class, and not a closure, so that it pickles by its name."""
+
+    def __init__(self, form: Form, model: Any, saved_bytes: int | None) -> None:
+        self._model = model
+        self._saved_bytes = saved_bytes
+        self._actions = actions = [_on(model, each, f"$.actions[{number}]") for number, each in enumerate(form.actions)]
+        self._placed = [(actions[number], f"$.actions[{number}]") for number in order(actions)]
+
+    def __call__(self, tracer: Any) -> dict[str, Any]:
+        session: Any = current.get()
+        session.withholds = True
+        found = _Found(self._saved_bytes)
+        vectors: dict[str, Any] = {}
+        steps = _steps(self._actions)
+        if steps == [0]:
+            _do(self._model, tracer, self._placed, 0, found, vectors)
+        else:
+            seen = -1
+            for seen in tracer.iter[:] if steps is None else tracer.iter[steps]:
+                _do(self._model, tracer, self._placed, seen, found, vectors)
+            _require_reached(self._actions, seen)
+        return {action.name: found.of(action) for action in self._actions if isinstance(action, Read)}
+
+
+class _Found:
+    """What has been read, by name."""
+
+    def __init__(self, room: int | None) -> None:
+        self._values: dict[str, list[Any]] = {}
+        self._room = self._limit = room
+
+    def add(self, name: str, value: Any) -> None:
+        if self._room is not None:
+            self._room -= value.numel() * value.element_size()
+            if self._room < 0:
+                raise LimitError(f"this form reads more than {self._limit} bytes")
+        self._values.setdefault(name, []).append(value)
+
+    def of(self, action: Read) -> Any:
+        """One value for one step, or a list of them."""
+        values = self._values.get(action.name, [])
+        return values[0] if action.when == "prompt" or isinstance(action.when, int) else values
+
+
+def _on(model: Any, action: Action, path: str) -> Action:
+    """The action with its layer counted from 0. Raises ``FormError`` if the model has no such place."""
+    name, at, _ = parts(action.at)
+    try:
+        if isinstance(at, str):
+            model.get(name)
+        elif at is not None:
+            count = len(model.resid_post)
+            if not -count <= at < count:
+                raise IndexError(f"the model has {count} layers, 0 to {count - 1}")
+            return _replaced(action, f"{name}[{at % count}]")
+    except (InsituError, LookupError) as error:
+        raise FormError(f"{action.at!r}: {error}", "unknown-place", f"{path}.at") from None
+    return action
+
+
+def _replaced(action: Any, at: str) -> Any:
+    return msgspec.structs.replace(action, at=at)
+
+
+def _steps(actions: Sequence[Action]) -> list[int] | None:
+    """The steps to be in; None is all."""
+    found: set[int] = set()
+    for action in actions:
+        if action.when in ("generated", "all"):
+            return None
+        found.update(
+            [0] if action.when == "prompt" else action.when if isinstance(action.when, list) else [action.when]
+        )
+    return sorted(found)
+
+
+def _is_in(action: Action, step: int) -> bool:
+    when = action.when
+    if isinstance(when, str):
+        return when == "all" or (step == 0) == (when == "prompt")
+    return step in when if isinstance(when, list) else step == when
+
+
+def _require_reached(actions: Sequence[Action], last: int) -> None:
+    for number, action in enumerate(actions):
+        wanted = action.when if isinstance(action.when, list) else [action.when]
+        late = [step for step in wanted if isinstance(step, int) and step > last]
+        if late:
+            raise NotReachedError(
+                f"$.actions[{number}] was to reach step {late[0]}, but the request ended after {last + 1} steps: raise "
+                f"max_tokens"
+            )
+
+
+def _do(
+    model: Any,
+    tracer: Any,
+    placed: Sequence[tuple[Action, str]],
+    step: int,
+    found: _Found,
+    vectors: dict[str, Any],
+) -> None:
+    for action, path in placed:
+        if not _is_in(action, step):
+            continue
+        value = _tensor(model, action, path)
+        rows = value.transpose(0, 1) if action.at.startswith("attn_pattern[") else value
+        index = _index(tracer, action, rows.shape[0], path)
+        if isinstance(action, Read):
+            read = rows[index].clone()
+            found.add(action.name, read.transpose(0, 1) if rows is not value else read)
+        else:
+            rows[index] = _edited(action, rows[index], vectors, path)
+
+
+def _tensor(model: Any, action: Action, path: str) -> Any:
+    name, at, part = parts(action.at)
+    if not isinstance(at, str):
+        return getattr(model, name) if at is None else getattr(model, name)[at]
+    value = getattr(model.get(name), at)
+    if isinstance(value, (tuple, list)):
+        if part is None or part >= len(value):
+            raise FormError(
+                f"{action.at!r} is {len(value)} values: say which, `{name}.{at}[0]`", "unknown-place", f"{path}.at"
+            )
+        value = value[part]
+    elif part is not None:
+        raise FormError(f"{action.at!r} is one value: leave out `[{part}]`", "unknown-place", f"{path}.at")
+    if not hasattr(value, "is_floating_point") or not value.dim():
+        raise FormError(f"{action.at!r} is no tensor with rows", "unknown-place", f"{path}.at")
+    return value
+
+
+def _index(tracer: Any, action: Action, rows: int, path: str) -> Any:
+    positions = action.positions
+    if positions == "all":
+        return slice(None)
+    if positions == "last":
+        return [-1]
+    if isinstance(positions, AtText):
+        return list(tracer.positions_of(positions.text, occurrence=positions.occurrence))
+    assert isinstance(positions, list)
+    for position in positions:
+        if not -rows <= position < rows:
+            raise FormError(f"position {position} of {rows}, 0 to {rows - 1}", "bad-positions", f"{path}.positions")
+    if len({position % rows for position in positions}) != len(positions):
+        raise FormError("a position comes twice", "bad-positions", f"{path}.positions")
+    return positions
+
+
+def _edited(action: Action, rows: Any, vectors: dict[str, Any], path: str) -> Any:
+    if isinstance(action, Scale):
+        return rows * action.scale
+    assert isinstance(action, (Add, Set, ProjectOut))
+    vector = _vector(action, rows, vectors, path)
+    flat = rows.reshape(rows.shape[0], -1).float()
+    if isinstance(action, ProjectOut):
+        direction = vector / vector.norm()
+        made = flat - action.scale * (flat @ direction)[:, None] * direction
+    else:
+        change = action.scale * vector
+        if action.match_norm:
+            change = action.scale * flat.norm(dim=-1, keepdim=True) * (vector / vector.norm())
+        made = flat + change if isinstance(action, Add) else change.expand_as(flat)
+    return made.reshape(rows.shape).to(rows.dtype)
+
+
+def _vector(action: Add | Set | ProjectOut, rows: Any, vectors: dict[str, Any], path: str) -> Any:
+    import torch
+
+    width = rows[0].numel() if rows.shape[0] else len(action.vector)
+    if len(action.vector) != width:
+        raise FormError(
+            f"the vector has {len(action.vector)} numbers, and {action.at!r} is {width} wide",
+            "bad-vector",
+            f"{path}.vector",
+        )
+    if path not in vectors:
+        vectors[path] = torch.tensor(action.vector, dtype=torch.float32, device=rows.device)
+    return vectors[path]
