@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -40,6 +41,8 @@ class Installed:
         self._edits: dict[int, Edit] = {}
         self._numbers = count(1)
         self._groups: dict[str, tuple[int, ...]] = {}
+        self._queues: dict[str, Any] = {}
+        self._collecting: set[str] = set()
         self._uses: Counter[int] = Counter()
         self._salt = uuid.uuid4().hex
 
@@ -102,10 +105,7 @@ class Installed:
             return
         numbers = tuple(edit.number for edit in edits)
         whole = tag.whole or not all(edit.same_for_rows for edit in edits)
-        group = self._group(request)
-        if group not in self._groups:
-            self._groups[group] = numbers
-            self._uses.update(numbers)
+        group = self._group(request, numbers)
         tag = replace(tag, group=group, edits=numbers, whole=whole)
         params = request.sampling_params = copy.copy(params)  # the sequences of a request share theirs
         params.extra_args = {**(params.extra_args or {}), **tag.fields()}
@@ -116,18 +116,23 @@ class Installed:
         if whole:
             params.skip_reading_prefix_cache = True
 
-    def _group(self, request: Any) -> str:
+    def _group(self, request: Any, numbers: tuple[int, ...]) -> str:
+        """That of the request, which is new with the first of its sequences."""
         state = self._processor.request_states[request.request_id]
         holder = state if state.parent_req is None else state.parent_req
         given = holder.external_req_id
         if isinstance(given, _Grouped):
             return given.group
         marked = holder.external_req_id = _Grouped(given)
-        marked.group = holder.request_id
-        return marked.group
+        group = marked.group = holder.request_id
+        self._groups[group] = numbers
+        self._uses.update(numbers)
+        if state.queue is not None:
+            self._queues[group] = weakref.ref(state.queue)
+        return group
 
     def finished(self, outputs: Iterable[Any]) -> dict[str, Any]:
-        """Those of the outputs whose requests have ended under edits, by group; what these left can be collected."""
+        """Those of the outputs whose requests have ended under edits, by group; what these left is to be collected."""
         found: dict[str, Any] = {}
         for output in outputs:
             if isinstance(output, RequestOutput) and output.finished:
@@ -135,18 +140,27 @@ class Installed:
                 group = getattr(output.request_id, "group", None)
                 if group in self._groups:
                     found[group] = output
+        self._collecting.update(found)
         return found
 
     def gone(self) -> list[str]:
         """Groups whose requests were aborted: nobody will ask for what their edits leave."""
         states, parents = self._processor.request_states, self._processor.parent_requests
-        return [group for group in self._groups if group not in states and group not in parents]
+        over = (group for group in self._groups if group not in states and group not in parents)
+        return [group for group in over if group not in self._collecting and not self._is_waited_for(group)]
+
+    def _is_waited_for(self, group: str) -> bool:
+        """Whether an output lies in a queue of ``AsyncLLM`` and somebody is still to take it from there."""
+        queue = self._queues[group]() if group in self._queues else None
+        return queue is not None and queue.output is not None
 
     def forget(self, groups: Iterable[str]) -> list[int]:
         """These have been collected or dropped. Returns the numbers of cleared edits that the workers may forget."""
         ended: Counter[int] = Counter()
         for group in groups:
             ended.update(self._groups.pop(group, ()))
+            self._queues.pop(group, None)
+            self._collecting.discard(group)
         self._uses.subtract(ended)
         return [number for number in ended if number not in self._edits and not self._uses[number]]
 
