@@ -70,11 +70,12 @@ class Result:
         return {name: [outcome.saves.get(name) for outcome in self.outcomes] for name in names}
 
     def share(self) -> None:
-        """Gives the output what was saved, and each completion the saves of its own sequence, also where a block has
-        saved the output."""
+        """Gives the output what was saved, beside what edits saved, and each completion that of its own sequence; also
+        where a block has saved the output."""
         saved = (value for outcome in self.outcomes for value in outcome.saves.values())
         for output in (self.output, *(value for value in saved if isinstance(value, RequestOutput))):
-            vars(output)["saves"] = _without_outputs(self.saves) if output is not self.output else self._beside_itself()
+            own = self._beside_itself() if output is self.output else _without_outputs(self.saves)
+            vars(output)["saves"] = {**vars(output).get("saves", {}), **own}
             for completion, outcome in zip(output.outputs, self.outcomes, strict=False):
                 beside = vars(completion).get("saves", {})
                 vars(completion)["saves"] = {**beside, **_without_outputs(outcome.saves)}
