@@ -10,6 +10,7 @@ from insitu.tree.node import path_of as path_of
 from insitu.tree.outline import Module as Module
 from insitu.tree.outline import Outline as Outline
 from insitu.tree.outline import join as join
+from insitu.tree.outline_page import outline_html as outline_html
 from insitu.tree.patterns import matching as matching
 from insitu.tree.place import LOGITS as LOGITS
 from insitu.tree.place import RESULT as RESULT

@@ -54,12 +54,12 @@ class Outline:
         module = self.modules[path]
         head = f"{indent}({label}): {module.kind}" if label else f"{indent}{module.kind}"
         lines = [f"{head}  {module.note}".rstrip()]
-        for first, last in self._runs(path):
+        for first, last in self.runs(path):
             shown = first if first == last else f"{first}-{last}"
             lines += self._lines(join(path, first), shown, indent + "  ")
         return lines
 
-    def _runs(self, path: str) -> list[tuple[str, str]]:
+    def runs(self, path: str) -> list[tuple[str, str]]:
         """Neighbouring numbered children of one shape, as (first, last)."""
         runs: list[tuple[str, str, str]] = []
         for child in self.modules[path].children:

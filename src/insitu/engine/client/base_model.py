@@ -12,7 +12,7 @@ from insitu.block import ArgumentError, EngineError, UnknownModuleError
 from insitu.block.tracebacks import user_lines
 from insitu.engine.client.prompts import token_ids
 from insitu.engine.client.tokens import positions_of
-from insitu.tree import Listing, ModelPlaces, Node, current
+from insitu.tree import Listing, ModelPlaces, Node, current, outline_html
 
 E = TypeVar("E")
 M = TypeVar("M", bound="BaseModel[Any]")
@@ -163,6 +163,10 @@ class BaseModel(ModelPlaces, Generic[E]):
             state = "closed" if self._closed else "not built yet: model.dispatch() or the first trace builds it"
             return f"VLLM({self._repo!r})  # engine {state}"
         return self._outline().render()
+
+    def _repr_html_(self) -> str | None:
+        """The tree in a notebook, to fold out."""
+        return outline_html(self._outline()) if self._engine else None
 
 
 def returned_by(returned: list[Any], error: BaseException | None, several: bool) -> Any:
