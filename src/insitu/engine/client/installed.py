@@ -128,8 +128,19 @@ class Installed:
         self._groups[group] = numbers
         self._uses.update(numbers)
         if state.queue is not None:
-            self._queues[group] = weakref.ref(state.queue)
+            self._watch(group, state.queue)
         return group
+
+    def _watch(self, group: str, queue: Any) -> None:
+        """Notes the queue of an ``AsyncLLM``'s request until whoever takes from it has left."""
+        close, queues = queue.close, self._queues
+
+        def closed() -> None:
+            queues.pop(group, None)
+            vars(queue).pop("close", None)
+            close()
+
+        queues[group], queue.close = weakref.ref(queue), closed
 
     def finished(self, outputs: Iterable[Any]) -> dict[str, Any]:
         """Those of the outputs whose requests have ended under edits, by group; what these left is to be collected."""
