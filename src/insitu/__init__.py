@@ -36,6 +36,7 @@ from insitu.block import WriteError as WriteError
 from insitu.block import save as save
 from insitu.demo_model import demo_model as demo_model
 from insitu.engine.client.model import VLLM as VLLM
+from insitu.engine.remote.model import connect as connect
 
 if TYPE_CHECKING:
     from insitu.dataset.capture import capture as capture

@@ -20,7 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(commands)
     add_capture(commands)
     commands.add_parser("demo", help="a walkthrough with a small real model", add_help=False)
-    arguments, rest = parser.parse_known_args(argv)
+    commands.add_parser(
+        "serve", help="vLLM's server with insitu's routes; takes what `vllm serve` takes", add_help=False
+    )
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["serve"]:
+        return _serve(given[1:])
+    arguments, rest = parser.parse_known_args(given)
     # vLLM logs its whole configuration, which would drown what is to be seen.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if arguments.command == "demo":
@@ -61,6 +67,17 @@ def _capture(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
     from insitu.dataset.command import run
 
     return run(arguments, engine_args)
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from insitu.engine.server.serve import serve
+
+    try:
+        serve(arguments)
+    except InsituError as error:
+        print(f"insitu serve: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _demo(rest: Sequence[str]) -> int:

@@ -22,8 +22,9 @@ STEPS = 7
 class Walkthrough:
     """Six things to do with a model, each printed as it is done."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, url: str | None = None) -> None:
         self.out = out
+        self.url = url
         self.console = Console(highlight=False)
         self.progress = Progress(
             SpinnerColumn(),
@@ -38,13 +39,7 @@ class Walkthrough:
     def run(self) -> None:
         start = time.monotonic()
         with self.progress:
-            with self.step("Building the folder of SmolLM2-135M-Instruct (once)"):
-                import insitu
-
-                folder = insitu.demo_model()
-            with self.step("Starting vLLM's CPU engine in this process"):
-                self.model = insitu.VLLM(folder, dtype="float32", enforce_eager=True, max_model_len=512)
-                self.model.dispatch()
+            self.model: Any = self.started()
             self.say_what_it_is()
             for title, part in [
                 ("Reading values inside the model", self.read),
@@ -60,6 +55,17 @@ class Walkthrough:
         seconds = time.monotonic() - start
         self.console.print(f"\nDone in {seconds:.1f} s; {self.left} requests left in the engine.")
 
+    def started(self) -> Any:
+        import insitu
+
+        if self.url is not None:
+            with self.step(f"Connecting to {self.url}"):
+                return insitu.connect(self.url)
+        with self.step("Building the folder of SmolLM2-135M-Instruct (once)"):
+            folder = insitu.demo_model()
+        with self.step("Starting vLLM's CPU engine in this process"):
+            return insitu.VLLM(folder, dtype="float32", enforce_eager=True, max_model_len=512).dispatch()
+
     @contextmanager
     def step(self, title: str) -> Iterator[None]:
         self.progress.update(self.task, description=title)
@@ -68,6 +74,13 @@ class Walkthrough:
         self.progress.advance(self.task)
 
     def say_what_it_is(self) -> None:
+        if self.url is not None:
+            about = self.model.about
+            self.console.print(
+                f"{about['architecture']}, {len(self.model.resid_post)} layers of width {about['width']}, "
+                f"{about['vocabulary']} tokens, {about['dtype']}"
+            )
+            return
         config = self.model.vllm_entrypoint.llm_engine.vllm_config.model_config
         self.console.print(
             f"{config.architectures[0]}, {len(self.model.resid_post)} layers of width {config.get_hidden_size()}, "
@@ -150,10 +163,12 @@ def _settled(tokens: list[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m insitu.walkthrough", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
-    out: Path = parser.parse_args(argv).out
+    parser.add_argument("--url", help="of a server that `insitu serve` runs, instead of an engine here")
+    given = parser.parse_args(argv)
+    out: Path = given.out
     # vLLM logs its whole configuration; here it would drown what the demo shows.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    Walkthrough(out.resolve()).run()
+    Walkthrough(out.resolve(), given.url).run()
 
 
 if __name__ == "__main__":

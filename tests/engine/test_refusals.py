@@ -627,7 +627,8 @@ ABSENT: list[tuple[Callable[[Any], Any], type[InsituError], str]] = [
     (
         lambda model: model.serve(),  # here
         insitu.UnknownModuleError,
-        "`model.serve` is not in this version, and no module: `model.trace` runs the model in this process",
+        "`model.serve` is not in this version, and no module: `insitu serve MODEL` starts a server, and "
+        "`model.trace(..., serve=url)` runs a trace at one",
     ),
     (
         lambda model: insitu.VLLM("x", engine="ray"),  # here

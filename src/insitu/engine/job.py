@@ -61,8 +61,33 @@ class Job:
     def execution(self) -> Execution:
         if isinstance(self.block, FunctionBlock):
             return _FunctionExecution(self.block, self.tracer)
+        if not hasattr(self.block, "namespace"):
+            return _CalledExecution(self.block, self.tracer)
         values = containers.copied(self.values) if self.fresh else self.values
         return _BlockExecution(self.block, values, self.module_name)
+
+
+class _CalledExecution:
+    """A function from the network (``insitu.guard.GuardedFunction``)."""
+
+    def __init__(self, function: Any, tracer: Any) -> None:
+        self._function = function
+        self._tracer = tracer
+
+    def __call__(self) -> Any:
+        return self._function(self._tracer)
+
+    def text(self) -> Text:
+        return self._function.text()
+
+    def saved(self) -> dict[str, Any]:
+        return {}
+
+    def bound(self, names: Iterable[str]) -> dict[str, Any]:
+        return {}
+
+    def lost(self, others: Iterable[str]) -> list[Lost]:
+        return []
 
 
 class _BlockExecution:

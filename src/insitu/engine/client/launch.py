@@ -25,7 +25,7 @@ from insitu.engine.client.experts import ensure_expert_group
 from insitu.engine.names import require_known
 from insitu.engine.taps.install import KEY
 
-_OURS = {
+OURS = {
     "worker_extension_cls": "insitu.engine.worker.worker.InsituWorker",
     "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
@@ -66,14 +66,14 @@ def checked_args(
     """What vLLM is called with for an engine that blocks can get into, all that can be refused before refused."""
     known = {field.name for field in dataclasses.fields(kind)} - {"model"}
     require_known(engine_args, known, f"an engine argument of vLLM {vllm.__version__}")
-    for name in _OURS:
+    for name in OURS:
         if engine_args.get(name):
             raise ArgumentError(f"`{name}` is set by insitu itself, which gets into the engine by it")
     _refuse_what_is_not_there_yet(engine_args)
     if workers:
         engine_args = {"distributed_executor_backend": "mp", **engine_args}
     _require_model(repo)
-    return {**_cpu_memory(engine_args), **engine_args, **_OURS, **_with_taps(engine_args, taps)}
+    return {**cpu_memory(engine_args), **engine_args, **OURS, **_with_taps(engine_args, taps)}
 
 
 def refusal(repo: str, config: VllmConfig) -> EngineError | None:
@@ -124,7 +124,7 @@ def shut_down(llm: LLM) -> None:
         type(current_platform)._global_graph_pool = None
 
 
-def _cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+def cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """A modest KV cache on the CPU, where vLLM by itself takes nearly all memory and fails if it is in use."""
     chosen = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args.keys()
     if not current_platform.is_cpu() or chosen or "VLLM_CPU_KVCACHE_SPACE" in os.environ:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LATER: dict[str, str] = {
-    "serve": "`model.trace` runs the model in this process",
+    "serve": "`insitu serve MODEL` starts a server, and `model.trace(..., serve=url)` runs a trace at one",
 }
 
 
@@ -76,6 +76,7 @@ class VLLM(BaseModel["Engine"]):
         **engine_args: Any,
     ) -> None:
         super().__init__(repo, taps, engine, engine_args)
+        self._servers: dict[str, Any] = {}
         if dispatch:
             self.dispatch()
 
@@ -122,19 +123,29 @@ class VLLM(BaseModel["Engine"]):
     # -- running blocks -------------------------------------------------------------------
 
     @user_lines
-    def trace(self, prompt: Any = MISSING, **sampling: Any) -> Trace:
+    def trace(self, prompt: Any = MISSING, *, serve: str | None = None, **sampling: Any) -> Trace:
         """A ``with`` statement whose body runs beside the forward of ``prompt``.
 
         ``prompt``: a string, token ids, a tokenizer's output, a vLLM prompt dictionary or a chat.
         Without one, the body opens ``tracer.invoke(prompt)`` for each of several. ``sampling``: the
         fields of vLLM's ``SamplingParams``, ``max_new_tokens`` (= ``max_tokens``) and
-        ``lora_request``.
+        ``lora_request``. ``serve``: the address of a server to run this trace at, as ``insitu.connect`` would.
 
         Raises ``PromptError`` and ``ArgumentError`` before anything runs; an exception in the body
         is raised when the ``with`` statement is left, on the body's own line.
         """
         prompts = [] if prompt is MISSING else [prompt]
+        if serve is not None:
+            return Trace(self._served(serve), self._lock, prompts, sampling)
         return Trace(self._running(), self._lock, prompts, sampling)
+
+    def _served(self, url: str) -> Any:
+        from insitu.engine.remote.engine import RemoteEngine
+        from insitu.engine.remote.http import Http
+
+        if url not in self._servers:
+            self._servers[url] = RemoteEngine(Http(url, None, 600.0), self)
+        return self._servers[url]
 
     @overload
     def run(self, function: Callable[[Trace], Any], prompt: Any, *, n: int, **sampling: Any) -> Any: ...

@@ -40,7 +40,7 @@ _WORDS: dict[Any, str] = {
 }
 _LARGEST = 2**63 - 1
 _LATER = {
-    "serve": "this version traces engines in this process alone: leave `serve` out",
+    "serve": "it is for a whole trace of a sync model, `model.trace(prompt, serve=url)`",
 }
 
 

@@ -1,0 +1,1 @@
+"""A model on a server, for a client that has neither vLLM nor a GPU."""

@@ -1,0 +1,121 @@
+"""An engine that is a server's: traces are sent to it, and what they saved comes back."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from insitu.block import ArgumentError, EngineError, Lost, RequestError
+from insitu.engine.client.plan import BaseTrace
+from insitu.engine.job import Job
+from insitu.engine.remote.http import Http
+from insitu.net import Done, Failed, Named, Saves, TraceBuilder, decode_event, encode_frame
+from insitu.tree import Module, Node, Outline, path_of
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A prompt and its sampling settings, which the server checks."""
+
+    prompt: Any
+    settings: Mapping[str, Any]
+
+
+@dataclass
+class RemoteResult:
+    """What one request left."""
+
+    saves: dict[str, Any] = field(default_factory=dict)
+    returned: Any = None
+    error: BaseException | None = None
+    lost: Sequence[Lost] = ()
+    output: Any = None
+
+    def bound(self, name: str) -> dict[str, Any]:
+        """Only what was saved comes back."""
+        return {name: self.saves[name]} if name in self.saves else {}
+
+
+class RemoteEngine:
+    """The engine of a connected model."""
+
+    def __init__(self, http: Http, model: Any) -> None:
+        self._http = http
+        self._model = model
+        self.about: dict[str, Any] = http.get("model")
+        modules = self.about["modules"].items()
+        self.outline = Outline({path: Module(kind, tuple(children), note) for path, (kind, children, note) in modules})
+        self.layers: int = self.about["layers"]
+        self._tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """As transformers has it, which is needed for it here."""
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer(self._http.get("tokenizer"))
+        return self._tokenizer
+
+    def stats(self) -> dict[str, int]:
+        return self._http.get("stats")
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """The server does."""
+
+    def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prompted:
+        return Prompted(prompt, settings)
+
+    def refused(self, error: BaseException) -> RemoteResult:
+        return RemoteResult(error=error)
+
+    def bring_home(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(values)
+
+    def run(self, work: Sequence[tuple[Any, Job]]) -> list[RemoteResult]:
+        """Sends the jobs with their prompts; returns when all have ended."""
+        builder = TraceBuilder(self._named)
+        for prompted, job in work:
+            block: Any = getattr(job.block, "fn", job.block)
+            builder.add(prompted.prompt, block, job.values, prompted.settings, sorted(job.shared))
+        results: dict[int, RemoteResult] = {}
+        over = False
+        for frame in self._http.post("trace", encode_frame(builder.request().frame())):
+            event = decode_event(frame, arrays="torch" if importlib.util.find_spec("torch") else "numpy")
+            if isinstance(event, Failed) and event.invoke is None:
+                return [RemoteResult(error=event.error) for _ in work]
+            if isinstance(event, Failed):
+                results[event.invoke or 0] = RemoteResult(error=event.error)
+            elif isinstance(event, Saves):
+                lost = [Lost(*one) for one in event.lost]
+                results[event.invoke] = RemoteResult(dict(event.values), event.returned, None, lost, event.output)
+            over = over or isinstance(event, Done)
+        if not over:
+            raise EngineError(f"the server {self._http.url} broke off in the middle of this trace")
+        missing = RequestError("the server said nothing of this request")
+        return [results.get(number, RemoteResult(error=missing)) for number in range(len(work))]
+
+    def close(self) -> None:
+        """Nothing is held here of the server's."""
+
+    def _named(self, value: Any) -> Named | None:
+        if value is self._model:
+            return Named("model")
+        if isinstance(value, BaseTrace):
+            return Named("tracer")
+        if isinstance(value, Node):
+            if value._lister != self._model._owner:
+                raise ArgumentError(f"`{path_of(value)}` belongs to another model than the one that is traced")
+            return Named("node", path_of(value))
+        return None
+
+
+def _tokenizer(about: Mapping[str, Any]) -> Any:
+    try:
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+    except ModuleNotFoundError as error:
+        raise EngineError(f"the tokenizer needs `{error.name}` here: pip install transformers") from error
+    made: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(about["tokenizer"]), **about["special"])
+    made.chat_template = about["chat_template"]
+    return made

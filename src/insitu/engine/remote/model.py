@@ -1,0 +1,81 @@
+"""``insitu.connect``: a model on a server, as its user holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from insitu.block import EngineError
+from insitu.block.tracebacks import user_lines
+from insitu.engine.client.base_model import MISSING, BaseModel, returned_by
+from insitu.engine.client.prompts import are_several
+from insitu.engine.client.trace import Trace
+from insitu.engine.remote.engine import RemoteEngine
+from insitu.engine.remote.http import Http
+from insitu.tree import Listing
+
+
+def connect(url: str, api_key: str | None = None, *, timeout: float = 600.0) -> RemoteModel:
+    """The model of a server that ``insitu serve`` runs; its ``trace`` and ``run`` are those of a model here.
+
+    Needs neither vLLM nor a GPU. Values arrive as tensors if torch is installed, else as numpy's arrays. Blocks
+    travel as source, and run under the server's allow-list. ``timeout``: seconds without an answer. Raises
+    ``EngineError`` if the server can't be reached or does not take the key, which is ``INSITU_API_KEY`` of the
+    environment if it is left out.
+    """
+    return RemoteModel(url, api_key, timeout).dispatch()
+
+
+class RemoteModel(BaseModel[RemoteEngine]):
+    """A model of a server's. Made by ``insitu.connect``."""
+
+    _later = dict.fromkeys(("generate", "edit", "clear_edits", "check"), "it is for engines here")
+
+    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        super().__init__(url, (), None, {})
+        self._http = Http(url, api_key, timeout)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the server says of the model: its name, architecture, layers, width, vocabulary and dtype."""
+        return {name: value for name, value in self._running().about.items() if name != "modules"}
+
+    @user_lines
+    def in_flight(self) -> int:
+        """How many traced requests the server holds anything of, those of others too."""
+        return self._running().stats()["in_flight"]
+
+    @user_lines
+    def stats(self) -> dict[str, int]:
+        """How many steps took which path since the server started."""
+        return self._running().stats()
+
+    @user_lines
+    def trace(self, prompt: Any = MISSING, **sampling: Any) -> Trace:
+        """A ``with`` statement whose body runs at the server, beside the forward of ``prompt``; as ``VLLM.trace``."""
+        engine: Any = self._running()
+        return Trace(engine, self._lock, [] if prompt is MISSING else [prompt], sampling)
+
+    @user_lines
+    def run(self, function: Callable[[Trace], Any], prompt: Any, **sampling: Any) -> Any:
+        """``function(tracer)`` as the block beside ``prompt``; returns what it returns. As ``VLLM.run``."""
+        several = are_several(prompt)
+        engine: Any = self._running()
+        trace = Trace(engine, self._lock, prompt if several else [prompt], sampling)
+        return returned_by(*trace.run_function(function), several)
+
+    def _start(self) -> RemoteEngine:
+        return RemoteEngine(self._http, self)
+
+    def _listed(self, path: str, op: str) -> Listing | None:
+        return None
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"insitu.connect({self._repo!r})  # closed"
+        return super().__repr__()
+
+    @property
+    def vllm_entrypoint(self) -> Any:
+        """There is none here."""
+        raise EngineError("this model's engine is at its server: plain requests go to the server's OpenAI routes")
