@@ -240,7 +240,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"lora_request": "path"}, "`lora_request` takes LoRARequest or None; got str 'path'"),
     ({"edits": ["a"]}, "edits: there is no installed edit `a`"),
     ({"edits": "a"}, "`edits` takes a list of texts or None; got str 'a'"),
-    ({"serve": "url"}, "`serve`: this version traces engines in this process alone: leave `serve` out"),
 ]
 
 

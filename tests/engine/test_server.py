@@ -225,6 +225,10 @@ def test_what_is_no_request_is_refused(server: Server, body: bytes) -> None:
 def test_a_server_that_is_not_there_says_so() -> None:
     with pytest.raises(insitu.EngineError, match="can't be reached"):
         insitu.connect("http://127.0.0.1:9")
+    with pytest.raises(insitu.ArgumentError, match="begins with http"):
+        insitu.connect("file:///etc/passwd")
+    with pytest.raises(insitu.ArgumentError, match="begins with http"):
+        insitu.VLLM("x").trace(PROMPT, serve="url")
 
 
 def test_the_client_loads_no_vllm(server: Server) -> None:

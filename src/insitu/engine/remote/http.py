@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from http.client import HTTPException
 from typing import Any
 
-from insitu.block import EngineError
+from insitu.block import ArgumentError, EngineError
 from insitu.net import CONTENT_TYPE, Frame, FrameReader
 
 _PREFIX = "/insitu/v1"
@@ -22,6 +22,8 @@ class Http:
     """One server. ``timeout`` is in seconds, for one answer to begin and between its parts."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        if not str(url).startswith(("http://", "https://")):
+            raise ArgumentError(f"the address of a server begins with http:// or https://; got {url!r:.60}")
         self.url = url.rstrip("/")
         self._timeout = timeout
         key = os.environ.get("INSITU_API_KEY") if api_key is None else api_key
