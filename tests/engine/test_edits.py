@@ -232,6 +232,22 @@ def test_a_vector_that_is_changed_later_does_not_change_the_edit(llama: Any) -> 
     assert tokens_of(llama.generate(PROMPT, **GREEDY)[0]) == edited
 
 
+def test_nor_does_one_that_an_edit_reads_in_any_other_way(llama: Any) -> None:
+    vector, held = torch.ones(3), {"of": [torch.ones(3)]}
+    held["itself"] = held
+    with llama.edit() as (tracer, edit):
+        llama.logits
+        seen = (vector.sum() + held["itself"]["of"][0].sum()).item()
+        seen.save()
+        vector += 1
+    assert not edit.same_for_rows
+    assert torch.equal(vector, torch.ones(3))
+    vector.zero_()
+    held["of"][0].zero_()
+    assert llama.generate(PROMPT, **ONE)[0].saves == {"seen": 6}
+    assert torch.equal(vector, torch.zeros(3))
+
+
 def test_what_a_tracer_offers(llama: Any) -> None:
     with llama.edit() as (tracer, _):
         tokens = [*tracer.tokens].save()

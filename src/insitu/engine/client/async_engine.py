@@ -37,6 +37,7 @@ class AsyncEngine(EngineClient):
         self._ending: set[asyncio.Task[None]] = set()
         self._ended: dict[str, tuple[Any, asyncio.Future[list[Outcome]]]] = {}
         self._collecting = False
+        self._installing = asyncio.Lock()
 
     @property
     def tokenizer(self) -> Any:
@@ -60,23 +61,32 @@ class AsyncEngine(EngineClient):
 
         async def delivered(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             completions: dict[int, Any] = {}
-            async with aclosing(generate(*args, **kwargs)) as outputs:
-                async for output in outputs:
-                    completions.update((completion.index, completion) for completion in output.outputs)
-                    if output.finished:
-                        # The last output of several sequences holds the one that ended last.
-                        shown, output.outputs = output.outputs, [completions[index] for index in sorted(completions)]
-                        await self._deliver(output)
-                        output.outputs = shown
-                    yield output
+            ended = False
+            try:
+                async with aclosing(generate(*args, **kwargs)) as outputs:
+                    async for output in outputs:
+                        completions.update((completion.index, completion) for completion in output.outputs)
+                        if ended := output.finished:
+                            # The last output of several sequences holds the one that ended last.
+                            shown = output.outputs
+                            output.outputs = [completions[index] for index in sorted(completions)]
+                            await self._deliver(output)
+                            output.outputs = shown
+                        yield output
+            finally:
+                if not ended and self.installed.outstanding:
+                    self.end(self._sweep())
 
         self.llm.engine_core.add_request_async, self.llm.generate = stamped, delivered
 
     async def _deliver(self, output: Any) -> None:
         """Puts on a finished output what edits left beside its request."""
         for group in self.installed.finished([output]):
-            self.installed.attach(output, await self.collect(group, output))
-            await self._uninstall(self.installed.forget([group]))
+            try:
+                self.installed.attach(output, await self.collect(group, output))
+            finally:  # also if whoever waits is cancelled, which does not take the collecting back
+                if numbers := self.installed.forget([group]):
+                    self.end(self._uninstall(numbers))
 
     async def _sweep(self) -> None:
         """Lets go of what edits hold for requests that were aborted."""
@@ -90,10 +100,15 @@ class AsyncEngine(EngineClient):
 
     async def install(self, edit: Edit, job: Job) -> None:
         """From now on ``job``'s block runs beside every request."""
-        number = self.prepare_edit(edit, job)
-        await self._channel.install(number, job)
-        edit.number = number
-        self.installed.add(edit)
+        async with self._installing:  # one after the other, so that no two have one name
+            number = self.prepare_edit(edit, job)
+            try:
+                await self._channel.install(number, job)
+            except asyncio.CancelledError:
+                self.end(self._uninstall([number]))
+                raise
+            edit.number = number
+            self.installed.add(edit)
 
     async def clear(self, edits: Iterable[Edit]) -> None:
         if not self._closed:

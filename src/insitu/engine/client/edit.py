@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from insitu.block import ArgumentError, AsyncCapturedBody, CapturedBody, Lost, Site, UnsavedWarning
-from insitu.engine.client.same_rows import does_same_to_rows, own_tensors
+from insitu.engine.client.same_rows import does_same_to_rows, with_own_tensors
 from insitu.engine.client.tracer import Tracer
 from insitu.engine.job import Job
 from insitu.tree import current
@@ -48,8 +48,7 @@ class Edit:
         self._line = (block.filename, block.lineno)
         values = scope.copied(scope.values(block.reads))
         self.same_for_rows = does_same_to_rows(block, values)
-        if self.same_for_rows:
-            values = {name: own_tensors(value) for name, value in values.items()}
+        values = with_own_tensors(values)
         return Job("", block, values, scope.module_name, fresh=True)
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from insitu.block import Block
+from insitu.block.reached import reached
 from insitu.tree import ModelPlaces, Node
 
 _STREAMS = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"}
@@ -34,13 +35,29 @@ def does_same_to_rows(block: Block, values: Mapping[str, Any]) -> bool:
     return reader.loops > 0
 
 
-def own_tensors(value: Any) -> Any:
-    """The value with tensors of its own, as a worker in another process has them."""
-    if type(value) in (list, tuple):
-        return type(value)(map(own_tensors, value))
-    if type(value) is dict:
-        return {key: own_tensors(part) for key, part in value.items()}
-    return value.detach().clone() if _is_tensor(value) else value
+def with_own_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with tensors of their own, as a worker in another process has them. Containers that functions among
+    them use too are left as they are."""
+    memo = reached(values.values())
+    return {name: _own(value, memo) for name, value in values.items()}
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    """``memo``: what stands for an object, by its id."""
+    if id(value) in memo:
+        return memo[id(value)]
+    own: Any = value
+    if type(value) is list:
+        own = memo[id(value)] = []
+        own.extend(_own(part, memo) for part in value)
+    elif type(value) is dict:
+        own = memo[id(value)] = {}
+        own.update((key, _own(part, memo)) for key, part in value.items())
+    elif type(value) is tuple:
+        own = tuple(_own(part, memo) for part in value)
+    elif _is_tensor(value):
+        own = value.detach().clone()
+    return memo.setdefault(id(value), own)
 
 
 class _Reader:
