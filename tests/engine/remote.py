@@ -9,7 +9,7 @@ from insitu.block import FunctionBlock
 from insitu.engine.client.engine import Result
 from insitu.engine.client.trace import Trace
 from insitu.engine.job import Job
-from insitu.guard import GuardLimits, restricted
+from insitu.guard import GuardLimits, RestrictedInvoke, restricted
 from insitu.net import (
     Failed,
     Named,
@@ -33,7 +33,16 @@ class RemoteTrace(Trace):
         self._model = model
         self._limits = limits
         run = self._submit
-        self._submit = lambda work: [sent_back(result) for result in run(self._arrived(work))]
+        self._arrivals: list[RestrictedInvoke] = []
+
+        def submit(work: Sequence[tuple[Any, Job]]) -> list[Result]:
+            results = [sent_back(result) for result in run(self._arrived(work))]
+            for (_, job), one in zip(work, self._arrivals, strict=True):
+                for name in one.changed():  # so that the trace warns of it
+                    put_into(job.values[name], one.values[name])
+            return results
+
+        self._submit = submit
 
     def _arrived(self, work: Sequence[tuple[Any, Job]]) -> list[tuple[Any, Job]]:
         builder = TraceBuilder(self._named)
@@ -42,9 +51,9 @@ class RemoteTrace(Trace):
             builder.add("prompt", block, job.values, {}, sorted(job.shared))
         request = TraceRequest.of_frame(decode_frame(encode_frame(builder.request().frame())))
         made = []
-        for (prepared, job), one in zip(work, restricted(request, self._found, self._limits), strict=True):
-            block: Any = one.block if isinstance(job.block, type(None)) or not callable(one.block) else None
-            block = FunctionBlock(one.block) if block is None else block
+        self._arrivals = restricted(request, self._found, self._limits)
+        for (prepared, job), one in zip(work, self._arrivals, strict=True):
+            block: Any = FunctionBlock(one.block) if callable(one.block) else one.block
             made.append((prepared, Job(job.id, block, one.values, job.module_name, self, job.exports, job.shared)))
         return made
 
@@ -59,6 +68,11 @@ class RemoteTrace(Trace):
         if name.kind == "node":
             return self._model.get(name.path)
         return self._model if name.kind == "model" else self
+
+
+def put_into(mine: Any, changed: Any) -> None:
+    mine.clear()
+    mine.extend(changed) if isinstance(mine, list) else mine.update(changed)
 
 
 def sent_back(result: Result) -> Result:

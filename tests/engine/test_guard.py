@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import linecache
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 
 import insitu
 from insitu.guard import GuardLimits, LimitError, NotAllowedError
+from tests.docs import pages
 from tests.engine import remote
 from tests.engine.helpers import PROMPT, layers
 
@@ -222,3 +227,13 @@ def test_a_cache_that_grows_too_large_is_the_block_s_error(model: Any) -> None:
             cache = tracer.cache()
             for step in tracer.iter[:]:
                 pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["walkthrough", "blocks"])
+def test_pages_of_the_docs_print_the_same_under_the_guard(page: str, tmp_path: Path) -> None:
+    file, result = pages.ROOT / "docs" / f"{page}.md", tmp_path / "result.json"
+    command = [sys.executable, "-m", "tests.engine.remote_pages", str(file), str(result)]
+    done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(result.read_text()) == [block.output or "" for block in pages.blocks(file)]

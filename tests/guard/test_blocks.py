@@ -115,6 +115,14 @@ def test_indices_are_looked_at_before_a_gpu_would_fail_by_them(
     monkeypatch.setattr(watch.Watch, "_check", lambda self, func, name, args, *_: check(name, args))
     with pytest.raises(IndexError, match=f"`{call}`: index -?9 is out of range for a size of 4"):
         run(f"x = torch.arange(4.)\n{message}")
+    for text, error in (
+        ("torch.nn.functional.cross_entropy(torch.ones(1, 3), torch.tensor([9]))", IndexError),
+        ("torch.multinomial(torch.tensor([-1., 2.]), 1)", ValueError),
+        ("x.masked_scatter(x >= 0, torch.ones(1))", IndexError),
+    ):
+        with pytest.raises(error):
+            run(f"x = torch.arange(4.)\n{text}")
+    run("torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([1, -100]))")
     run("x = torch.arange(4.)\ny = x[torch.tensor([1, -1])], x[x > 1], x[None, torch.tensor([2])].sum()")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from insitu.block.containers import changed, copied
 from insitu.guard.allowed import resolved
 from insitu.guard.code import GuardedBlock, GuardedFunction, require_public
 from insitu.guard.errors import NotAllowedError
@@ -26,6 +27,13 @@ class RestrictedInvoke:
     block: GuardedBlock | GuardedFunction
     values: dict[str, Any]
     shared: tuple[str, ...]
+    before: dict[str, Any] = field(repr=False)
+    """Copies of the values, to tell what the block has changed."""
+
+    def changed(self) -> list[str]:
+        """Names of lists, dicts and sets of the caller's that the block has changed, saved or not: what the client
+        is to be told of, since its own are as before."""
+        return changed(self.values, self.before)
 
 
 def restricted(
@@ -64,5 +72,6 @@ def restricted(
             block = GuardedBlock(one.block, limits)
             require_public(values.values)
             block.check(values.values)
-        made.append(RestrictedInvoke(values.prompt, values.sampling, block, values.values, tuple(one.shared)))
+        given, before = values.values, copied(values.values)
+        made.append(RestrictedInvoke(values.prompt, values.sampling, block, given, tuple(one.shared), before))
     return made

@@ -18,6 +18,7 @@ _QUICK = 1 << 18
 _LARGEST = 1 << 31
 # Their results are no larger than these many elements for each of their input.
 _BY_VALUE = {"nonzero": 8, "masked_select": 1, "index": 1, "unique_dim": 2, "_unique2": 3, "unique_consecutive": 3}
+_SQUARED = ("diag_embed", "diag", "block_diag")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "dot", "mv", "addmv", "convolution", "_cdist_forward")
 _SOLVERS = ("svd", "qr", "eigh", "eig", "inv_ex", "solve_ex", "lu_factor_ex", "det", "pinv", "cholesky_ex", "lstsq")
 _CUBED = 1 << 33
@@ -51,6 +52,9 @@ class Watch(TorchDispatchMode):
         bound *= math.prod(abs(int(number)) + 1 for number in _numbers((args, tuple(kwargs.values()))))
         if any(tensor.is_cuda for tensor in given):
             require_indices(name, args)
+        _require_division(name, kwargs, given)
+        if name in _SQUARED:
+            bound = _QUICK + 1
         if bound <= _QUICK or _is_view(func):
             return
         if name in _BY_VALUE:
@@ -90,6 +94,13 @@ class Watch(TorchDispatchMode):
             self._meter.stop(f"`{name}` of a matrix this large takes too long")
 
 
+def _require_division(name: str, kwargs: Any, given: list[torch.Tensor]) -> None:
+    """Refuses a division of ints by which a CPU ends the process: the smallest by -1 has no result."""
+    truncates = name in ("div", "div_") and kwargs.get("rounding_mode") == "trunc"
+    if truncates and not any(tensor.is_floating_point() for tensor in given):
+        raise NotAllowedError("`rounding_mode='trunc'` of ints is not in the list: use `//`, or floats")
+
+
 def _size_by_value(args: Any, kwargs: Any) -> int:
     """Elements that ``bincount`` or ``repeat_interleave`` make, which the values of their first tensor say."""
     counts = next(_tensors(args), None)
@@ -111,6 +122,17 @@ def require_indices(name: str, args: Any) -> None:
         _require_within(args[1], args[0].numel(), name)
     elif name in _ALONG and len(args) > 2 and isinstance(args[2], torch.Tensor) and args[0].dim():
         _require_within(args[2], args[0].shape[args[1]], name, negative=False)
+
+    elif name.startswith("nll_loss"):
+        classes = args[0].shape[1 if args[0].dim() > 1 else 0]
+        _require_within(args[1][args[1] != args[4]], classes, name, negative=False)
+    elif name.startswith(("multinomial", "bernoulli")):
+        chances = args[0]
+        high = 1.0 if name.startswith("bernoulli") else float("inf")
+        if not bool(((chances >= 0) & (chances <= high) & chances.isfinite()).all()):
+            raise ValueError(f"`{name}` of values that are no probabilities")
+    elif name.startswith("masked_scatter") and int(args[1].expand_as(args[0]).sum()) > args[2].numel():
+        raise IndexError(f"`{name}`: fewer values than places")
 
 
 _ALONG = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")

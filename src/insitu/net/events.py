@@ -42,6 +42,7 @@ class Output:
 class Saves:
     """What an invoke left: saved values by name, or what its function returned, and lines that saved in vain.
 
+    ``changed``: names of the caller's lists, dicts and sets that the block has changed.
     ``lost``: file, line, holder and deleted name of each, as ``insitu.block.Lost`` has them. ``output``: the finished
     request.
     """
@@ -52,6 +53,7 @@ class Saves:
     returned: Any = None
     lost: Sequence[tuple[str, int, str | None, str | None]] = ()
     output: Any = None
+    changed: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,13 @@ def encode_event(event: Event, *, everything: bool = False) -> Frame:
             header |= {name: getattr(event, name) for name in _COUNTS}
         case Output(invoke, output):
             header |= {"invoke": invoke, "output": encoder.encode(output, "an output")}
-        case Saves(invoke, values, returned, lost, output):
+        case Saves(invoke, values, returned, lost, output, changed):
             header["invoke"] = invoke
             header["values"] = {name: encoder.encode(value, f"`{name}`") for name, value in values.items()}
             header["returned"] = encoder.encode(returned, "what the block returned")
             header["lost"] = [[local_name(file), *rest] for file, *rest in lost]
             header["output"] = encoder.encode(output, "the output")
+            header["changed"] = list(changed)
         case Failed(error, invoke):
             header |= {"error": failure_of(error, everything=everything), "invoke": invoke}
     return Frame(header, encoder.tensors.data())
@@ -110,7 +113,10 @@ def decode_event(frame: Frame, limits: WireLimits | None = None, arrays: Library
         if kind == "saves":
             invoke, values = _number(header["invoke"]), decoder.names(header["values"])
             returned, lost = decoder.decode(header["returned"]), _lost(header["lost"])
-            return Saves(invoke, values, returned, lost, decoder.decode(header["output"]))
+            output, changed = decoder.decode(header["output"]), header["changed"]
+            if not isinstance(changed, list) or not all(isinstance(name, str) for name in changed):
+                raise WireError("what was changed is a list of names")
+            return Saves(invoke, values, returned, lost, output, changed)
         if kind == "failed":
             invoke = header["invoke"]
             return Failed(error_of(header["error"]), None if invoke is None else _number(invoke))
