@@ -199,7 +199,25 @@ ESCAPES: dict[str, str] = {
     "math-loader": "math.__loader__",
     "insitu-module": "insitu.VLLM('x')",
     "insitu-block": "insitu.block",
+    # -- what goes on after the block, or is written out by who reports its error
+    "yield-in-finally": "def g():\n    try:\n        yield 1\n    finally:\n        torch.zeros(10 ** 10)\nnext(g())",
+    "yield-in-except": "def g():\n    try:\n        yield 1\n    except f():\n        pass\nx = g()\nnext(x)",
+    "literal-int": f"x = 0x{'f' * 3000}\npow(x, x, x)",
+    "many-defaults": f"lambda {', '.join(f'a{i}=0' for i in range(300))}: 0",
+    "tensor-of-itself": "x = [1]\nx[0] = x\ntorch.tensor(x)",
+    "error-as-index": "torch.ones(1)[0] = ValueError(1)",
+    "key-complex": "{complex(-1000003, 1): 1}",
+    "posonly-argument": "def g(_getattr_, /): pass",
+    "kwonly-lambda-argument": "lambda *, _call_=1: 1",
+    "loop-target-attribute": "x = torch.ones(1)\nfor (a, x.data) in [(1, torch.ones(2))]: pass",
+    "comprehension-target-attribute": "x = torch.ones(1)\n[0 for (a, x.data) in [(1, torch.ones(2))]]",
+    "star-target-attribute": "x = torch.ones(1)\na, *x.data = 1, torch.ones(2)",
+    "annotated-target-attribute": "x = torch.ones(1)\nx.data: int = torch.ones(2)",
+    "loop-target-item": "for torch['a'] in [1]: pass",
 }
+
+_SHARED = "s = [0]\nfor i in range(60): s = [s, s]\n"
+_LONG = "s = ('a' * 10 ** 6,) * 10 ** 6\n"
 
 LIMITS: dict[str, str] = {
     "while-true": "while True: pass",
@@ -271,4 +289,27 @@ LIMITS: dict[str, str] = {
     "tril-indices": "torch.tril_indices(10 ** 6, 10 ** 6)",
     "cdist": "torch.cdist(torch.ones(10 ** 5, 1), torch.ones(10 ** 5, 1))",
     "histc": "torch.histc(torch.ones(1), bins=10 ** 11)",
+    "unbind": "torch.zeros(10 ** 7).unbind()",
+    "unbind-of-expanded": "torch.ones(1).expand(10 ** 8).unbind()",
+    "split": "torch.ones(1).expand(10 ** 8).split(1)",
+    "chunk": "torch.ones(1).expand(10 ** 8).chunk(10 ** 8)",
+    "fsum-of-expanded": "math.fsum(torch.ones(1).expand(10 ** 8))",
+    "views-altogether": "x = []\nwhile True: x.append(torch.zeros(10 ** 5).unbind())",
+    "lists-written-out": f"x = []\nwhile True: x.append([{'0,' * 50000}])",
+    "arguments-written-out": f"x = []\ng = lambda *a: a\nwhile True: x.append(g({'0,' * 50000}))",
+    "lcm": "math.lcm(*[2 ** 8000 + i for i in range(10000)])",
+    "pow-modulo": "x = 2 ** 8000\npow(x << 100, x, x << 200)",
+    "equal-texts": "a = 'a' * 10 ** 6\nb = 'a' + 'a' * (10 ** 6 - 1)\n[a] * 10 ** 6 == [b] * 10 ** 6",
+    "max-of-texts": "a = 'a' * 10 ** 6\nb = 'a' + 'a' * (10 ** 6 - 1)\nmax([a, b] * 5 * 10 ** 5)",
+    "index-of-long": _LONG + "[1].index(s)",
+    "error-of-shared": _SHARED + "raise ValueError(s)",
+    "error-of-long": _LONG + "raise ValueError(s)",
+    "key-error-of-long": _LONG + "{}[s]",
+    "cause-of-shared": _SHARED + "raise ValueError(1) from ValueError(s)",
+    "context-of-shared": _SHARED + "try:\n    raise ValueError(s)\nexcept ValueError:\n    1 / 0",
+    "index-of-shared": _SHARED + "torch.ones(3)[s]",
+    "index-written-of-shared": _SHARED + "torch.ones(3)[s] = 1",
+    "message-of-shared": _SHARED + "torch.cdist(torch.ones(2, 2), torch.ones(2, 2), compute_mode=s)",
+    "reduction-of-shared": _SHARED + "torch.nn.functional.mse_loss(torch.ones(2), torch.ones(2), reduction=s)",
+    "reduction-of-long": _LONG + "torch.nn.functional.mse_loss(torch.ones(2), torch.ones(2), reduction=s)",
 }

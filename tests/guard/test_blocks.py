@@ -103,6 +103,7 @@ def test_a_key_has_limits_of_its_own() -> None:
         ("index_select", "x.index_select(0, torch.tensor([9]))"),
         ("scatter_", "x.scatter_(0, torch.tensor([9]), 1.0)"),
         ("take", "x.take(torch.tensor([9]))"),
+        ("nll_loss_forward", "torch.nn.functional.cross_entropy(x[None], torch.tensor([9]))"),
     ],
 )
 def test_indices_are_looked_at_before_a_gpu_would_fail_by_them(
@@ -130,3 +131,29 @@ def test_the_whole_text_may_be_indented_as_it_was() -> None:
     text = "        x = 1\n        if x:\n            y = '''a\n  b'''"
     code = type(source("x"))("a.py", 1, "f", "f", text)
     assert GuardedBlock(code).run({}, Saves(), "m")["y"] == "a\n  b"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("torch.multinomial(torch.tensor([1., math.nan]), 1)", "`multinomial` of values that are no probabilities"),
+        ("torch.multinomial(torch.zeros(2), 1)", "`multinomial` of values that are all 0"),
+        (
+            "torch.nn.functional.binary_cross_entropy(torch.tensor([2.]), torch.ones(1))",
+            "`binary_cross_entropy` of values that are no probabilities",
+        ),
+    ],
+)
+def test_values_are_looked_at_before_a_gpu_would_fail_by_them(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from insitu.guard import watch
+
+    check = watch.require_indices
+    monkeypatch.setattr(watch.Watch, "_check", lambda self, func, name, args, *_: check(name, args))
+    with pytest.raises(ValueError, match=message):
+        run(text)
+    run(
+        "torch.multinomial(torch.ones(2), 1)\ntorch.nn.functional.cross_entropy(torch.ones(1, 4), torch.tensor([-100]))"
+    )
+    run("torch.ones(4).masked_scatter(torch.ones(4) > 0, torch.ones(4))")

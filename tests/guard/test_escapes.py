@@ -20,6 +20,8 @@ PYTHONS_OWN = {
     "encode-codec": ValueError,
     "decode-codec": ValueError,
     "torch-view-bool": TypeError,
+    "error-as-index": NotAllowedError,
+    "key-complex": TypeError,
 }
 
 
@@ -92,3 +94,16 @@ def test_keys_nested_too_deeply_would_end_the_process() -> None:
 def test_values_cannot_take_the_place_of_the_guards(name: str) -> None:
     with pytest.raises(NotAllowedError, match="may begin with an underscore"):
         run("x = 1", **{name: {}})
+
+
+@pytest.mark.parametrize("call", ["round(1.0, s)", "getattr(1, s)", "hasattr(1, s)", "format(1, s)"])
+def test_a_shared_list_is_not_written_into_a_message(call: str) -> None:
+    with pytest.raises(TypeError):
+        run(f"s = [1]\nfor i in range(60): s = [s, s]\n{call}")
+
+
+def test_time_is_looked_at_before_each_long_operation() -> None:
+    start = time.monotonic()
+    with pytest.raises(LimitError, match=r"it has run for 0\.2 seconds"):
+        run("x = torch.ones(1500, 1500)\nwhile True: x @ x", GuardLimits(seconds=0.2))
+    assert time.monotonic() - start < 20

@@ -198,3 +198,32 @@ def test_what_is_announced_is_not_allocated() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("shape", [[0, 2**61, 2**61], [2**40, 2**40, 0], [1, 0, 2**33, 2**33], [0, 2**62 - 1]])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_a_shape_of_no_elements_that_overflows(shape: list[int], library: Any) -> None:
+    header = json.dumps({"0": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    with pytest.raises(WireError, match="a shape or a place that can't be"):
+        TensorReader(struct.pack("<Q", len(header)) + header, library=library).get(0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"$": "completion", "index": 0, "text": "", "token_ids": 5}, "are lists"),
+        ({"$": "request", "outputs": 5}, "are lists"),
+        (10**4000, "an int of more than 8192 bits"),
+        ({"$": "set", "v": [{"$": "complex", "v": [f"{-1000003 * k}", f"{k}"]} for k in range(20000)]}, "composite"),
+        ({"$": "set", "v": [{"$": "range", "v": [k, k + 2, 1]} for k in range(20000)]}, "composite"),
+    ],
+    ids=["token-ids", "outputs", "long-int", "equal-hashes", "ranges"],
+)
+def test_values_that_would_fail_later_or_take_long(data: Any, message: str) -> None:
+    with pytest.raises(WireError, match=message):
+        Decoder().decode(data)
+
+
+def test_notes_of_an_error_are_a_list() -> None:
+    with pytest.raises(WireError, match="notes"):
+        decode_event(Frame({"kind": "failed", "invoke": None, "error": {"type": "X", "message": "", "notes": 5}}, b""))

@@ -75,3 +75,18 @@ def test_keys_of_the_command_line() -> None:
 def test_what_is_no_key_is_said(tmp_path: Path, data: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         load(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"name": "a", "key": "abcdefgh"}, {"name": "b", "key": "abcdefgh"}]', "'a' and 'b' are the same key"),
+        ('[{"name": "a", "key": "abcdefgh", "permission": "form", "permission": "trusted"}]', "comes twice"),
+        ("[" * 100_000, "can't be read"),
+        ('[{"name": "a", "key": "abcdefgh", "limits": {"seconds": NaN}}]', "above 0"),
+    ],
+)
+def test_a_file_that_can_be_read_in_two_ways_is_refused(text: str, message: str, tmp_path: Any) -> None:
+    (tmp_path / "keys.json").write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        Keys.load(tmp_path / "keys.json")

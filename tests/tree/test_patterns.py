@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
@@ -107,3 +108,12 @@ def test_what_means_nothing_names_the_nearest(given: str, nearest: str) -> None:
 def test_what_is_no_name_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         matching(given, OUTLINE)
+
+
+@pytest.mark.parametrize("pattern", ["*" * 40 + "x", ".".join(["**"] * 40) + ".x", "**." * 20 + "*o*o*o*o*o*o*o*o*o*x"])
+def test_no_pattern_takes_long(pattern: str) -> None:
+    long = Outline({"": Module("A", ("o" * 200,)), "o" * 200: Module("B", ("b",)), "o" * 200 + ".b": Module("C")})
+    start = time.monotonic()
+    with pytest.raises(UnknownModuleError):
+        matching(pattern, long)
+    assert time.monotonic() - start < 2

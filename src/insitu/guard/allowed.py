@@ -17,6 +17,8 @@ from insitu.net.refs import Device, Dtype, Member, ModuleRef
 
 __all__ = ["Allowed", "Kind", "Namespace", "member", "namespace", "resolved"]
 
+_INT_BITS = 8192
+
 
 class Allowed:
     """A function that a block may call. ``watched``: it is torch's, and its keywords are looked at."""
@@ -137,4 +139,14 @@ def _no_constructor(*_: Any, **__: Any) -> Any:
 
 def _math() -> dict[str, Any]:
     found = {name: getattr(math, name) for name in names.MATH if hasattr(math, name)}
+    found["lcm"] = _lcm
     return {name: Allowed(value, f"math.{name}") if callable(value) else value for name, value in found.items()}
+
+
+def _lcm(*numbers: int) -> int:
+    made = 1
+    for number in numbers:
+        made = math.lcm(made, number)
+        if made.bit_length() > _INT_BITS:
+            raise OverflowError(f"math.lcm: an int of more than {_INT_BITS} bits")
+    return made

@@ -34,7 +34,9 @@ _STATELESS = re.compile(
 
 def attribute(runtime: Runtime, value: Any, name: str) -> Any:
     """``value.name``. Raises ``NotAllowedError`` if that is not in the list."""
-    if type(name) is not str or name.startswith("_"):
+    if type(name) is not str:
+        raise TypeError(f"the name of an attribute is a text, not a {type(name).__name__}")
+    if name.startswith("_"):
         raise NotAllowedError(f"`{name!r:.60}`: no attribute that a restricted block uses may begin with an underscore")
     if isinstance(value, torch.Tensor):
         return _of_tensor(runtime, value, name)

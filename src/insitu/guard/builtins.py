@@ -115,11 +115,16 @@ class Builtins:
     def _pow(self, base: Any, exponent: Any, *modulus: int) -> Any:
         if not modulus:
             return self._runtime.operators.binary("**", base, exponent)
+        for part in (base, exponent, *modulus):
+            self._meter.bits(part.bit_length() if isinstance(part, int) else 0)
+        self._meter.clock()
         return pow(base, exponent, *modulus)
 
     def _round(self, value: Any, places: Any = None) -> Any:
-        if places is not None and (not isinstance(places, int) or abs(places) > _PLACES):
-            raise NotAllowedError(f"`round` to {places!r:.20} places: at most {_PLACES}")
+        if places is not None and not isinstance(places, int):
+            raise TypeError(f"`round` to a number of places, not to a {type(places).__name__}")
+        if places is not None and abs(places) > _PLACES:
+            raise NotAllowedError(f"`round` to at most {_PLACES} places")
         if isinstance(value, torch.Tensor):
             return value.round(decimals=places or 0)
         return round(value, places)
@@ -150,8 +155,7 @@ class Builtins:
 
     def _best(self, choose: Callable[..., Any], items: Any, key: Any, default: Any) -> Any:
         found = self._list(items[0] if len(items) == 1 else items)
-        if key is None:
-            self._runtime.operators.walk(found)
+        self._runtime.operators.walk(found)
         settings = {} if default is _MISSING else {"default": default}
         return choose(found, key=self._called(key), **settings)
 

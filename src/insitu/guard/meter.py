@@ -17,6 +17,7 @@ __all__ = ["Meter"]
 
 _CLOCK_EVERY = 64
 _SWEEP = 256
+_OF_A_TENSOR = 500
 
 
 class Meter:
@@ -42,7 +43,12 @@ class Meter:
             raise Exceeded(self.exceeded)
         if self._operations > self.limits.operations:
             self.stop(f"it has done {self.limits.operations} operations")
-        if self._operations % _CLOCK_EVERY < count and self._seconds() > self.limits.seconds:
+        if self._operations % _CLOCK_EVERY < count:
+            self.clock()
+
+    def clock(self) -> None:
+        """Looks at the time, as what comes may take long."""
+        if self._seconds() > self.limits.seconds:
             self.stop(f"it has run for {self.limits.seconds} seconds")
 
     def stop(self, why: str) -> NoReturn:
@@ -85,6 +91,11 @@ class Meter:
         """An int of so many bits is going to be made."""
         if count > self.limits.int_bits:
             self.stop(f"an int of {count} bits is larger than {self.limits.int_bits}")
+
+    def tensors(self, count: int) -> None:
+        """So many tensors are going to be made that share memory."""
+        self.items(count)
+        self._charge(_OF_A_TENSOR * count)
 
     def _charge(self, size: int) -> None:
         self._python += size

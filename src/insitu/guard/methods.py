@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "data_size"]
 
 Method = Callable[..., Any]
+_MOST_AXES = 64
 
 
 def _extend(runtime: Runtime, self: list[Any], items: Any) -> None:
@@ -137,7 +138,9 @@ def _new_tensor(runtime: Runtime, self: torch.Tensor, data: Any, *args: Any, **n
 def data_size(data: Any) -> int:
     """How many elements a tensor of these nested lists has."""
     size = 1
-    while isinstance(data, (list, tuple)) and data:
+    for _ in range(_MOST_AXES):
+        if not isinstance(data, (list, tuple)) or not data:
+            break
         size *= len(data)
         data = data[0]
     return size

@@ -99,18 +99,29 @@ class Operators:
 
     def walk(self, value: Any) -> None:
         """Counts all that an operation may come to in containers, each as often as it is met."""
-        if isinstance(value, (list, tuple, set, frozenset)) and set(map(type, value)) <= _SCALARS:
-            self._meter.tick(1 + len(value) // 64)
+        if isinstance(value, (list, tuple, set, frozenset)) and (kinds := set(map(type, value))) <= _SCALARS:
+            texts = sum(len(part) for part in value if type(part) in (str, bytes)) if kinds & {str, bytes} else 0
+            self._meter.tick(1 + len(value) // 64 + texts // 4096)
             return
-        for _ in walked(value):
-            self._meter.tick()
+        for part in walked(value):
+            if isinstance(part, BaseException):
+                raise NotAllowedError("an exception in a container can't be compared or passed on")
+            self._meter.tick(1 + (len(part) // 4096 if isinstance(part, (str, bytes)) else 0))
+
+    def given(self, *values: Any) -> None:
+        """Walks what code outside gets, which may write all of it into a message."""
+        for value in values:
+            if isinstance(value, _CONTAINERS):
+                self.walk(value)
+            elif isinstance(value, BaseException):
+                raise NotAllowedError("an exception is no argument of this")
 
     def hashable(self, key: Any) -> Any:
         """A key, once it is known that to hash it takes no longer than it looks."""
         if isinstance(key, (tuple, frozenset)):
             self.walk(key)
-        elif isinstance(key, slice):
-            raise TypeError("a slice can't be a key")
+        elif isinstance(key, (slice, complex)):  # of complex numbers, one can choose the hashes
+            raise TypeError(f"a {type(key).__name__} can't be a key")
         elif isinstance(key, int) and key.bit_length() > 64:
             raise NotAllowedError("a key of more than 64 bits: use its text")
         return key

@@ -17,13 +17,13 @@ from insitu.block.saves import SAVE_NAME
 from insitu.guard.allowed import Allowed, Kind
 from insitu.guard.attributes import attribute, require_stateless, settable
 from insitu.guard.builtins import Builtins
-from insitu.guard.errors import Exceeded, LimitError, NotAllowedError
+from insitu.guard.errors import Exceeded, LimitError, NotAllowedError, catchable
 from insitu.guard.kinds import is_of
 from insitu.guard.limits import GuardLimits
 from insitu.guard.meter import Meter
 from insitu.guard.methods import data_size
 from insitu.guard.operators import Operators, walked
-from insitu.guard.text import formatted
+from insitu.guard.text import formatted, make_plain
 from insitu.guard.watch import Watch
 from insitu.run import tensors_of, traps
 from insitu.tree import LayerStream, Node, current
@@ -34,6 +34,8 @@ __all__ = ["Runtime"]
 _REFUSED_KEYWORDS = ("out", "pin_memory", "generator", "layout", "names")
 _FUNCTIONS = ("insitu.guard.code.GuardedFunction",)
 _SERVING = ("insitu.tree.call.Call", "insitu.tree.model_places.ModelPlaces")
+_OWN_VALUES = ("list", "tuple", "dict", "set", "frozenset", "str", "bytes", "range")
+_MANY = 32
 _APPLIED = ("model.unembed", "model.apply_final_norm")
 _STEPS = ("insitu.engine.client.steps.Steps", "insitu.engine.client.steps.StepLoop")
 
@@ -83,6 +85,7 @@ class Runtime:
             "_tick_": self.meter.tick,
             "_hashable_": self.operators.hashable,
             "_members_": self.builtins.members,
+            "_counted_": self.counted,
             "_catchable_": catchable,
             "_entered_": self.entered,
             SAVE_NAME: self.mark,
@@ -101,6 +104,12 @@ class Runtime:
             yield
         except Exceeded as error:
             raise self._limit(error) from None
+        except Exception as error:
+            try:
+                make_plain(error, self.meter)
+            except Exceeded as exceeded:
+                raise self._limit(exceeded) from None
+            raise
         finally:
             self._leave()
             self.meter.pause()
@@ -137,7 +146,7 @@ class Runtime:
     def item(self, value: Any, index: Any) -> Any:
         self.meter.tick()
         if isinstance(value, torch.Tensor):
-            return value[index]
+            return value[self._index(index)]
         if isinstance(value, dict):
             return value[self.operators.hashable(index)]
         if isinstance(value, (list, tuple, str, bytes, range)):
@@ -145,8 +154,16 @@ class Runtime:
                 self._charge(value, len(range(*index.indices(len(value)))))
             return value[index]
         if isinstance(value, (Node, LayerStream, Cache, Cached)) or is_of(value, _STEPS[:1]):
+            self.operators.given(index)
             return self.taken(value[index])
         raise NotAllowedError(f"a {type(value).__name__} has no items for a restricted block")
+
+    def _index(self, index: Any) -> Any:
+        """An index of a tensor, whose lists torch makes tensors of."""
+        if isinstance(index, (list, tuple)):
+            self.operators.walk(index)
+            self.meter.allocate(8 * data_size(index), "an index")
+        return index
 
     def _charge(self, value: Any, count: int) -> None:
         if isinstance(value, (str, bytes)):
@@ -201,6 +218,12 @@ class Runtime:
         self.meter.items(len(value))
         return value
 
+    def counted(self, made: Any) -> Any:
+        """A container that was written out."""
+        self.meter.tick()
+        self.meter.items(len(made))
+        return made
+
     def sorted(self, items: Any, *, key: Any, reverse: Any) -> list[Any]:
         found = list(self.iterable(items))
         self.meter.items(len(found))
@@ -212,6 +235,8 @@ class Runtime:
 
     def call(self, function: Any, /, *args: Any, **named: Any) -> Any:
         self.meter.tick()
+        if len(args) > _MANY:
+            self.meter.items(len(args))
         kind = type(function)
         if kind is FunctionType and function.__code__ in self._own:
             return function(*args, **named)
@@ -220,6 +245,8 @@ class Runtime:
                 return self._apply(function.function, args, named)
             if function.watched:
                 return self._call_torch(function, args, named)
+            if "." in function.name and function.name.partition(".")[0] not in _OWN_VALUES:
+                self.operators.given(*args, *named.values())
             return function.function(*args, **named)
         if is_of(function, _FUNCTIONS):
             return self.instance(function)(*args, **named)
@@ -227,6 +254,7 @@ class Runtime:
             require_stateless(function)
             return self._apply(function, args, named)
         if isinstance(function, LayerStream):
+            self.operators.given(*args, *named.values())
             return self.taken(function(*args, **named))
         if isinstance(function, type) and self._table.get(function.__name__) is function:
             return function(*args, **named)  # an exception
@@ -234,6 +262,7 @@ class Runtime:
 
     def _apply(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The model's own code, whose operations are its own, on so many rows at most."""
+        self.operators.given(*args, *named.values())
         for tensor in tensors_of((args, named)):
             rows = tensor.numel() // max(tensor.shape[-1] if tensor.dim() > 1 else 1, 1)
             if rows > self.meter.limits.rows:
@@ -247,6 +276,7 @@ class Runtime:
 
     def _call_torch(self, function: Allowed, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         _require_keywords(function.name, named)
+        self.operators.given(*args, *named.values())
         if function.name in ("torch.tensor", "torch.as_tensor") and args:
             self.meter.allocate(8 * data_size(args[0]), function.name)
         # `dtype=float` means Python's own class.
@@ -320,6 +350,7 @@ class Writer:
         runtime.meter.tick()
         if name not in settable(value):
             raise NotAllowedError(f"`{name}` of a {type(value).__name__} can't be assigned in a restricted block")
+        runtime.operators.given(new)
         setattr(value, name, new)
 
     def __setitem__(self, index: Any, new: Any) -> None:
@@ -333,7 +364,8 @@ class Writer:
                 runtime.meter.items(len(value) + len(new))
             value[index] = new
         elif isinstance(value, (torch.Tensor, LayerStream)):
-            value[index] = new
+            runtime.operators.given(index, new)
+            value[runtime._index(index)] = new
         else:
             raise NotAllowedError(f"items of a {type(value).__name__} can't be assigned in a restricted block")
 
@@ -346,17 +378,6 @@ class Writer:
 
     def __delattr__(self, name: str) -> None:
         raise NotAllowedError(f"`{name}` can't be deleted in a restricted block")
-
-
-def catchable(*kinds: Any) -> Any:
-    """What a handler may catch: exceptions, and never what a limit raises."""
-    if not kinds:
-        return Exception
-    (given,) = kinds
-    for kind in given if isinstance(given, tuple) else (given,):
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise NotAllowedError("`except` takes exceptions that are in the list")
-    return given
 
 
 def _require_keywords(name: str, named: Mapping[str, Any]) -> None:

@@ -12,11 +12,13 @@ from insitu.guard.meter import Meter
 from insitu.tree import LayerStream, Node
 from insitu.tree.cache import Cache, Cached
 
-__all__ = ["formatted", "text_of"]
+__all__ = ["formatted", "make_plain", "text_of"]
 
 _DEPTH = 30
 _SPEC = re.compile(r"(?:.?[<>=^])?[-+ ]?z?#?0?(?P<width>\d{0,4})[,_]?(?:\.(?P<precision>\d{1,3}))?[bcdeEfFgGnosxX%]?")
 _WIDEST = 1000
+_PLAIN = (int, float, bool, type(None))
+_CHAIN = 100
 _BRACKETS = {list: "[]", tuple: "()", set: "{}", frozenset: "{}"}
 
 
@@ -47,6 +49,23 @@ def formatted(value: Any, conversion: int, spec: str, meter: Meter) -> str:
     made = format(value, spec)
     meter.text(len(made))
     return made
+
+
+def make_plain(error: BaseException, meter: Meter) -> None:
+    """Leaves an error no more than texts and numbers: whoever reports it writes out all that it was raised with."""
+    seen = set[int]()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.args = tuple(
+            part if type(part) in _PLAIN else text_of(part, meter, quoted=type(part) is not str) for part in each.args
+        )
+        if len(seen) == _CHAIN:
+            each.__cause__ = each.__context__ = None
+        pending += [each.__cause__, each.__context__]
 
 
 def _text(value: Any, meter: Meter, depth: int, quoted: bool = True) -> str:

@@ -43,6 +43,9 @@ _INSTEAD = {
     "Await": "it can't use `await`",
 }
 _EXITS = (ast.Return, ast.Break, ast.Continue)
+_MANY = 32
+_MOST_ARGUMENTS = 255
+_INT_BITS = 8192
 
 
 class Restricting(RestrictingNodeTransformer):
@@ -138,6 +141,11 @@ class Restricting(RestrictingNodeTransformer):
             begun = _call(target, "_augmented_item_", self.visit(target.value), self.visit(target.slice))
         return _at(ast.Expr(_at(ast.Call(begun, [symbol, self.visit(node.value)], []), node)), node)
 
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, int) and node.value.bit_length() > _INT_BITS:
+            self.error(node, f"an int of {node.value.bit_length()} bits is larger than {_INT_BITS}")
+        return super().visit_Constant(node)
+
     def visit_Slice(self, node: ast.Slice) -> Any:
         return self.node_contents_visit(node)
 
@@ -182,14 +190,23 @@ class Restricting(RestrictingNodeTransformer):
         if not isinstance(getattr(node, "ctx", None), ast.Store):
             for element in node.elts:
                 if isinstance(element, ast.Starred):
-                    guard = "_members_" if isinstance(node, ast.Set) else "_getiter_"
-                    element.value = _call(element, guard, element.value)
+                    element.value = _call(element, "_getiter_", element.value)
+            return self._counted(node, len(node.elts))
         return node
 
+    def _counted(self, node: Any, count: int) -> Any:
+        return _call(node, "_counted_", node) if count > _MANY else node
+
     def visit_Set(self, node: ast.Set) -> Any:
-        node = self._display(node)
-        node.elts = [each if isinstance(each, ast.Starred) else _hashable(each) for each in node.elts]
-        return node
+        count = len(node.elts)
+        node = self.node_contents_visit(node)
+        node.elts = [
+            _at(ast.Starred(_call(each, "_members_", each.value), ast.Load()), each)
+            if isinstance(each, ast.Starred)
+            else _hashable(each)
+            for each in node.elts
+        ]
+        return self._counted(node, count)
 
     def visit_SetComp(self, node: ast.SetComp) -> Any:
         node = super().visit_SetComp(node)  # type: ignore[assignment]
@@ -208,7 +225,7 @@ class Restricting(RestrictingNodeTransformer):
             _call(value, "_mapping_", value) if key is None else value
             for key, value in zip(node.keys, node.values, strict=True)
         ]
-        return node
+        return self._counted(node, len(node.keys))
 
     # -- statements -----------------------------------------------------------------------
 
@@ -238,6 +255,9 @@ class Restricting(RestrictingNodeTransformer):
             for inner in _within(statement):
                 if isinstance(inner, _EXITS):
                     self.error(inner, f"`{type(inner).__name__.lower()}` can't be in a `finally`")
+        for inner in (each for statement in [*node.body, *node.handlers] for each in _within(statement)):
+            if isinstance(inner, (ast.Yield, ast.YieldFrom)):
+                self.error(inner, "`yield` can't be in a `try`, which would go on after the block")
         return self.node_contents_visit(node)
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> Any:
@@ -278,7 +298,16 @@ class Restricting(RestrictingNodeTransformer):
         for argument in _arguments(node.args):
             argument.annotation = None
         self.check_function_argument_names(node)
+        self._require_few(node, node.args)
         return self.node_contents_visit(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
+        self._require_few(node, node.args)
+        return super().visit_Lambda(node)
+
+    def _require_few(self, node: ast.AST, arguments: ast.arguments) -> None:
+        if len(_arguments(arguments)) > _MOST_ARGUMENTS:
+            self.error(node, f"a function has at most {_MOST_ARGUMENTS} arguments")
 
     def visit_YieldFrom(self, node: ast.YieldFrom) -> Any:
         node = self.node_contents_visit(node)

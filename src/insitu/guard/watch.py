@@ -22,6 +22,7 @@ _SQUARED = ("diag_embed", "diag", "block_diag")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "dot", "mv", "addmv", "convolution", "_cdist_forward")
 _SOLVERS = ("svd", "qr", "eigh", "eig", "inv_ex", "solve_ex", "lu_factor_ex", "det", "pinv", "cholesky_ex", "lstsq")
 _CUBED = 1 << 33
+_PIECES = ("unbind", "split", "split_with_sizes", "unsafe_split", "chunk", "unsafe_chunk")
 
 
 class Watch(TorchDispatchMode):
@@ -55,8 +56,11 @@ class Watch(TorchDispatchMode):
         _require_division(name, kwargs, given)
         if name in _SQUARED:
             bound = _QUICK + 1
+        if name in _PIECES:
+            self._meter.tensors(_pieces(name, *args[:3]))
         if bound <= _QUICK or _is_view(func):
             return
+        self._meter.clock()
         if name in _BY_VALUE:
             self._meter.allocate(8 * _BY_VALUE[name] * max(tensor.numel() for tensor in given), name)
             return
@@ -101,6 +105,16 @@ def _require_division(name: str, kwargs: Any, given: list[torch.Tensor]) -> None
         raise NotAllowedError("`rounding_mode='trunc'` of ints is not in the list: use `//`, or floats")
 
 
+def _pieces(name: str, tensor: torch.Tensor, given: Any = 0, axis: int = 0) -> int:
+    """How many views an operation makes."""
+    if isinstance(given, (list, tuple)):
+        return len(given)
+    if name == "unbind":
+        return tensor.shape[given] if tensor.dim() else 1
+    size = tensor.shape[axis] if tensor.dim() else 1
+    return min(size, int(given)) if "chunk" in name else -(-size // max(int(given), 1))
+
+
 def _size_by_value(args: Any, kwargs: Any) -> int:
     """Elements that ``bincount`` or ``repeat_interleave`` make, which the values of their first tensor say."""
     counts = next(_tensors(args), None)
@@ -108,6 +122,8 @@ def _size_by_value(args: Any, kwargs: Any) -> int:
     if counts is None or not counts.numel():
         return max(asked, default=0)
     with torch._C._DisableTorchDispatch():
+        if int(counts.min()) < 0:
+            raise ValueError("counts and repeats are not negative")
         return max(int(counts.max()) + 1, int(counts.sum()), *asked, 0)
 
 
@@ -122,7 +138,6 @@ def require_indices(name: str, args: Any) -> None:
         _require_within(args[1], args[0].numel(), name)
     elif name in _ALONG and len(args) > 2 and isinstance(args[2], torch.Tensor) and args[0].dim():
         _require_within(args[2], args[0].shape[args[1]], name, negative=False)
-
     elif name.startswith("nll_loss"):
         classes = args[0].shape[1 if args[0].dim() > 1 else 0]
         _require_within(args[1][args[1] != args[4]], classes, name, negative=False)
@@ -131,6 +146,10 @@ def require_indices(name: str, args: Any) -> None:
         high = 1.0 if name.startswith("bernoulli") else float("inf")
         if not bool(((chances >= 0) & (chances <= high) & chances.isfinite()).all()):
             raise ValueError(f"`{name}` of values that are no probabilities")
+        if name == "multinomial" and not bool((chances.sum(-1) > 0).all()):
+            raise ValueError(f"`{name}` of values that are all 0")
+    elif name == "binary_cross_entropy" and not bool(((args[0] >= 0) & (args[0] <= 1)).all()):
+        raise ValueError(f"`{name}` of values that are no probabilities")
     elif name.startswith("masked_scatter") and int(args[1].expand_as(args[0]).sum()) > args[2].numel():
         raise IndexError(f"`{name}`: fewer values than places")
 

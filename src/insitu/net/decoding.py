@@ -18,6 +18,7 @@ __all__ = ["Decoder"]
 
 _FLOATS = ("inf", "-inf", "nan")
 _NAME = 200
+_INT_BITS = 8192
 
 
 class Decoder:
@@ -62,6 +63,8 @@ class Decoder:
         if depth > self._limits.depth:
             raise WireError(f"values are nested more than {self._limits.depth} deep", "too-deep")
         if data is None or isinstance(data, (bool, int, float, str)):
+            if type(data) is int and data.bit_length() > _INT_BITS:
+                raise WireError(f"an int of more than {_INT_BITS} bits", "too-large")
             return _text(data) if isinstance(data, str) else data
         if isinstance(data, list):
             made: list[Any] = []
@@ -119,10 +122,13 @@ class Decoder:
 
     def _key(self, data: Any, depth: int) -> Any:
         key = self._decode(data, depth + 1)
-        if isinstance(key, (tuple, frozenset)):
+        if not isinstance(key, (str, bytes, int, float, type(None))):
             self._composite += 1
             if self._composite > self._limits.composite_keys:
-                raise WireError(f"more than {self._limits.composite_keys} tuples as keys", "too-large")
+                raise WireError(
+                    f"more than {self._limits.composite_keys} keys that are tuples or of other composite kinds",
+                    "too-large",
+                )
         elif isinstance(key, int) and key.bit_length() > 64:
             raise WireError("a key is an int of more than 64 bits", "too-large")
         try:
@@ -143,9 +149,12 @@ class Decoder:
         if not given.keys() <= known:
             raise WireError(f"{kind.__name__} has no field {sorted(given.keys() - known)[0]!r:.40}", "unknown")
         try:
-            return kind(**{name: self._decode(value, depth + 1) for name, value in given.items()})
+            made = kind(**{name: self._decode(value, depth + 1) for name, value in given.items()})
         except TypeError:
             raise WireError(f"a field of {kind.__name__} is missing") from None
+        if not all(isinstance(getattr(made, name, None), (list, type(None))) for name in ("token_ids", "outputs")):
+            raise WireError(f"token_ids and outputs of a {kind.__name__} are lists")
+        return made
 
     def _cache(self, data: dict[str, Any], depth: int) -> Any:
         try:

@@ -88,7 +88,10 @@ def _error(data: Any, depth: int) -> BaseException:
         if name in attributes:
             setattr(error, name, attributes[name])
     error.__traceback__ = _traceback(data.get("lines", []))
-    for note in data.get("notes", []):
+    notes = data.get("notes", [])
+    if not isinstance(notes, list):
+        raise WireError("the notes of an error are a list")
+    for note in notes:
         if isinstance(note, str) and sys.version_info >= (3, 11):
             error.add_note(note)
     if depth and "cause" in data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -71,6 +72,9 @@ class Keys:
         for name in names:
             if names.count(name) > 1:
                 raise ArgumentError(f"two keys have the name {name!r}")
+        for key, other in itertools.combinations(self._keys, 2):
+            if key.digest == other.digest:
+                raise ArgumentError(f"{key.name!r} and {other.name!r} are the same key")
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -97,8 +101,8 @@ class Keys:
         Raises ``ArgumentError``, naming the entry, for anything else.
         """
         try:
-            data = json.loads(Path(file).read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            data = json.loads(Path(file).read_text("utf-8"), object_pairs_hook=_once)
+        except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(f"the file of keys {file} can't be read: {error}") from None
         if not isinstance(data, list):
             raise ArgumentError(f"the file of keys {file} is a list of objects")
@@ -107,6 +111,13 @@ class Keys:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name comes twice in an object")
+    return made
 
 
 def _checked(text: str) -> str:

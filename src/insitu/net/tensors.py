@@ -42,6 +42,7 @@ _DTYPES = {
 }
 _CODES = {dtype.name: code for code, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
+_LONGEST = 1 << 48
 
 
 def is_tensor(value: object) -> bool:
@@ -125,7 +126,12 @@ class TensorReader:
             dtype = _DTYPES.get(code) if isinstance(code, str) else None
             if dtype is None:
                 raise WireError(f"tensor {number} has the dtype {code!r:.40}, which is not known", "unknown")
-            if not _are_sizes(shape) or len(shape) > limits.tensor_dims or not _are_sizes(offsets):
+            if (
+                not _are_sizes(shape)
+                or len(shape) > limits.tensor_dims
+                or _spans(shape) > _LONGEST
+                or not _are_sizes(offsets)
+            ):
                 raise WireError(f"tensor {number} has a shape or a place that can't be")
             size = math.prod(shape) * dtype.size
             if offsets != [at, at + size] or at + size > len(data):
@@ -151,6 +157,11 @@ class TensorReader:
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 62 for each in value)
+
+
+def _spans(shape: list[int]) -> int:
+    """How many elements the strides of a shape reach over, where some size may be 0."""
+    return math.prod(max(size, 1) for size in shape)
 
 
 def _has_torch() -> bool:
