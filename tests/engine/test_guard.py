@@ -237,3 +237,34 @@ def test_pages_of_the_docs_print_the_same_under_the_guard(page: str, tmp_path: P
     done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(result.read_text()) == [block.output or "" for block in pages.blocks(file)]
+
+
+def test_a_module_is_called_with_what_fits_it_as_kernels_do_not_look(llama: Any) -> None:
+    model, width = llama, model_width(llama)
+    for shapes in [((64, width), (1, width)), ((1, 4 * width),)]:
+        with pytest.raises(insitu.ArgumentError, match=f"called with tensors of one shape, {width} wide"):
+            with remote.trace(model, PROMPT):
+                model.model.norm(*[torch.ones(shape) for shape in shapes])
+    for wrong in (-1, 10**6):
+        with pytest.raises(insitu.ArgumentError, match=r"called with ids from 0 to \d+"):
+            with remote.trace(model, PROMPT):
+                model.model.embed_tokens(torch.tensor([wrong]))
+
+
+def test_what_a_block_passes_on_is_looked_at_first(model: Any) -> None:
+    def passing(tracer: Any) -> Any:
+        shared = [1]
+        for _ in range(60):
+            shared = [shared, shared]
+        return model.unembed(shared)
+
+    def raising(tracer: Any) -> Any:
+        raise ValueError(model, tracer)
+
+    with pytest.raises(LimitError, match="it has done 1000000 operations"):
+        remote.run(model, passing, PROMPT)
+    with pytest.raises(ValueError, match=r"<RemoteTrace>|<Invoke>"):
+        remote.run(model, raising, PROMPT)
+    with pytest.raises(insitu.UnknownModuleError):
+        with remote.trace(model, PROMPT) as tracer:
+            tracer.cache(modules="*" * 30 + "x")

@@ -59,7 +59,7 @@ def _require_fits(path: str, module: torch.nn.Module, given: list[torch.Tensor])
             raise ArgumentError(
                 f"`{path}` is called with tensors of one shape, {weight.shape[0]} wide; got {tuple(wrong.shape)}"
             )
-    rows = getattr(module, "num_embeddings", None)
+    rows: Any = getattr(module, "num_embeddings", None)
     for ids in given if isinstance(rows, int) else ():
         if ids.numel() and not ids.is_floating_point() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
             raise ArgumentError(f"`{path}` is called with ids from 0 to {rows - 1}")
