@@ -344,7 +344,7 @@ def test_an_edit_by_promise_counts_as_one(tapped: Any) -> None:
         for step in tracer.iter[:]:
             if step:
                 tapped.resid_post[1] += 1
-                promised = bool(interleaver._promised)
+                promised = bool(interleaver.ahead.now)
                 tapped.logits
                 seen.append((promised, current.get().edited))
 
@@ -354,3 +354,98 @@ def test_an_edit_by_promise_counts_as_one(tapped: Any) -> None:
     finally:
         taps.in_graph = before
     assert seen[-4:] == [(True, True)] * 4
+
+
+def change_what_was_added(model: Any, tracer: Any) -> Any:
+    seen, vector = [], torch.linspace(-3, 3, 128)
+    for _ in tracer.iter[:]:
+        model.resid_post[1] += vector
+        vector *= -0.5
+        seen += [model.resid_post[2], model.logits]
+    return seen
+
+
+def edit_what_was_left_behind(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        first, second = model.resid_post[0], model.resid_post[2]
+        first += 1
+        seen += [first, second, model.logits]
+    return seen
+
+
+def keep_copies(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        seen.append(model.resid_post[1].clone())
+        model.resid_post[1] += 1
+        seen += [model.resid_post[1], model.resid_post[2].clone(), model.resid_post[3][-1]]
+    return seen
+
+
+def look_back(model: Any, tracer: Any) -> Any:
+    rows, seen = [], []
+    for step in tracer.iter[:]:
+        rows.append(model.resid_post[3])
+        if step == 3:
+            seen.append(rows[1] * 2)
+            rows[2] += 1
+            seen.append(model.logits)
+    return rows, seen
+
+
+def end_early(model: Any, tracer: Any) -> Any:
+    return [model.resid_post[3] for _ in tracer.iter[:4]], [model.resid_post[3] for _ in tracer.iter[4:]]
+
+
+def ask_what_was_drawn(model: Any, tracer: Any) -> Any:
+    seen = []
+    for step in tracer.iter[:]:
+        seen.append(model.resid_post[3])
+        if step == 2:
+            seen.append(torch.tensor([float(len(tracer.tokens))]))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "block",
+    [change_what_was_added, edit_what_was_left_behind, keep_copies, look_back, end_early, ask_what_was_drawn],
+    ids=name_of,
+)
+def test_blocks_that_run_ahead_of_their_requests(model: Any, llama: Any, block: Block) -> None:
+    prompts = [[*PROMPTS[i % 4], 10 + i] for i in range(6)]
+    settings = {**SETTINGS, "max_tokens": 9}
+    for most in (8, 8, 1):
+        model_ahead(model).most = most
+        ours, wanted = [each.run(functools.partial(block, each), prompts, **settings) for each in (model, llama)]
+        assert_same(ours, wanted, block.__name__)
+
+
+def model_ahead(model: Any) -> Any:
+    return taps_of(model).shown.__self__.ahead
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_what_ends_a_request_ends_it_in_its_own_step(model: Any, step: int) -> None:
+    def stop(tracer: Any) -> Any:
+        rows = []
+        for number in tracer.iter[:]:
+            rows.append(model.resid_post[3])
+            if number == step:
+                tracer.stop()
+        return rows, tracer.result
+
+    def fail(tracer: Any) -> None:
+        for number in tracer.iter[:]:
+            insitu.save(model.resid_post[3])
+            if number == step:
+                raise ZeroDivisionError
+
+    settings = {**SETTINGS, "max_tokens": 12}
+    for _ in range(2):
+        rows, result = model.run(stop, PROMPTS[0], **settings)
+        assert len(rows) == len(result.outputs[0].token_ids) == step + 1
+        assert all(row.isfinite().all() for row in rows)
+        with pytest.raises(ZeroDivisionError):
+            model.run(fail, PROMPTS[0], **settings)
+    assert model.in_flight() == 0

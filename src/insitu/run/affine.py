@@ -19,6 +19,11 @@ class Affine:
         self.bias = 0.0
         self.changed = False
 
+    def is_like(self, other: Affine) -> bool:
+        """Whether it comes to the same, of the same vector."""
+        mine = (self.scale, self.weight, self.bias)
+        return self.vector is other.vector and mine == (other.scale, other.weight, other.bias)
+
     def add(self, value: torch.Tensor | float, times: float = 1.0) -> None:
         self.changed = True
         if not isinstance(value, torch.Tensor):

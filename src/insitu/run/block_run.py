@@ -11,14 +11,19 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from insitu.block import OutOfOrderError
 from insitu.run import traps
+from insitu.run.affine import Affine
 from insitu.run.anatomy import Anatomy
 from insitu.run.cache import Cache
 from insitu.run.derived import Derived
 from insitu.run.heads import ATTN_PATTERN, KeyRecorder, Pattern, not_recorded, not_writable, reads_later_patterns
 from insitu.run.mentions import code_of, mentions
 from insitu.run.modules import ModuleTable
+from insitu.run.order import TAIL
+from insitu.run.promise import demand
+from insitu.run.promised import PromisedServed
 from insitu.run.recorder import CacheRecorder, Recorder
 from insitu.run.served import Rows, Served
+from insitu.run.stream import Stream
 from insitu.run.torch_state import TorchState
 from insitu.tree import STEP, Listing, Place, current
 
@@ -88,6 +93,17 @@ class BlockRun:
         self.promise: Callable[[BlockRun, Place], Served | None] | None = None
         """Gives what the block goes on with, without waiting, where that can be."""
         self.spare: dict[Any, Any] = {}
+        self.last_edits: dict[Any, Affine] = {}
+        self._quick: dict[tuple[str, int | None], tuple[Stream, int]] = {}
+        self._quickly: torch.Tensor | None = None
+        self._quick_name: tuple[str, int | None] = ("", None)
+        self.keeps_promises = False
+        """Whether it was seen to hold what it was promised when it moved on."""
+        self.last_promised = -1
+        self.limit = 0
+        """The last step that the block may go on to without waiting for it."""
+        self.wake = 0
+        """If it waits for the beginning of a step, which one."""
         self.code = code_of(program)
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
@@ -143,6 +159,10 @@ class BlockRun:
         self.throw(GreenletExit())
         self._greenlet, self.waiting, self.done = None, None, True
 
+    def let_go(self) -> None:
+        """What the block left is taken; whoever still holds the run holds no values."""
+        self._program, self.returned, self._served, self.spare = _nothing, None, None, {}
+
     def _show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int]) -> Served:
         assert self._greenlet is not None
         served = Served(live, rows, what, fixed, self.writes_unseen, self.withholds)
@@ -180,15 +200,34 @@ class BlockRun:
     def _main(self, *_: Any) -> None:
         current.set(self)
         try:
-            self.returned = self._program()
-            self._settle()
+            try:
+                self.returned = self._program()
+                self._leave()
+            except Exception as error:
+                self.error = error
+            self._await_own_step()
         except GreenletExit:
             pass
         except BaseException as error:
-            self.error = error
+            self.error = self.error or error
+
+    def _await_own_step(self) -> None:
+        """What a block does to its request is done when that has come as far as the block, which may be ahead."""
+        if self.last_promised >= self.steps:
+            self._await(self.last_promised)
+
+    def _await(self, step: int) -> bool:
+        self.wake = step
+        return traps.wait(STEP).value
+
+    def until_over(self, step: int) -> None:
+        """Waits until the values of ``step``, which the block has left behind, are there."""
+        self._await(step + 1)
 
     def read(self, place: Place) -> Any:
         served = self._arrive(place)
+        if self._quickly is not None:
+            demand(self._quickly)  # it and its parts would each be edited by themselves
         for derived in (*self._older, *self._derived.values()):
             derived.show()
         return (self._served or served).value
@@ -214,23 +253,25 @@ class BlockRun:
     def go_to(self, step: int) -> bool:
         if step < self.step or (step == self.step and self.at is not None):
             raise OutOfOrderError(f"step {step} has gone by: the block is in step {self.step}")
-        self._settle()
+        self._leave()
         self.step, self.at, self.position, self._served = step, None, 0, None
-        return self.in_step or traps.wait(STEP).value
+        return self.in_step or step <= self.limit or self._await(step)
 
     def move_on(self) -> None:
-        self._settle()
+        self._leave()
         self.step, self.at, self.position, self._served = self.step + 1, None, 0, None
 
     def stop(self) -> None:
-        self.stopping = True
+        self._await_own_step()
+        self.stopping, self.limit = True, self.step
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        demand((args, kwargs))
         return self._model.call(path, args, kwargs)
 
     def drawn_ids(self) -> list[int]:
         if not self.in_step:
-            traps.wait(STEP)  # the step that the block is in begins when the one before has drawn its token
+            self._await(self.step)  # the step that the block is in begins when the one before has drawn its token
         return [int(ids[row]) for ids, row in self.drawn]
 
     def cache(self, modules: Any, **settings: Any) -> Cache:
@@ -240,17 +281,43 @@ class BlockRun:
         return recorder.cache
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
+        demand(hidden)
         return self._model.unembed(hidden)
 
     def apply_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        demand(hidden)
         normed = self._model.call(self._model.anatomy.norm, (hidden,), {})
         # Norms that carry the residual along return it beside.
         return normed[0] if isinstance(normed, tuple) else normed
 
     def read_stream(self, name: str, layer: int | None) -> torch.Tensor:
+        if self.promise is not None and (promise := self._promised_stream(name, layer)) is not None:
+            return promise
         return self._pattern(layer) if name == ATTN_PATTERN else self._stream(name, layer).value
 
+    def _promised_stream(self, name: str, layer: int | None) -> torch.Tensor | None:
+        """The first reading of a place by a stream that was read so before, the short way."""
+        known = self._quick.get((name, layer))
+        if known is None or self._skipped or known[1] <= self.position or self.at in TAIL:
+            return None
+        stream, position = known
+        self._leave()
+        self._served = None
+        served = self.promise(self, stream.place) if self.promise is not None else None
+        if served is None:
+            return None
+        self._served, self.at, self.position = served, stream.place, position
+        self._quickly, self._quick_name = served.shared_stream(stream), (name, layer)
+        return self._quickly
+
+    def hold_stream(self) -> None:
+        """What was read the short way is going to be an ordinary tensor, whose edits are to be noticed."""
+        if self._quickly is not None:
+            self._stream(*self._quick_name)
+
     def write_stream(self, name: str, layer: int | None, value: Any) -> None:
+        if value is self._quickly and value is not None:
+            return  # the stream itself, edited in place
         if name == ATTN_PATTERN:
             raise not_writable(f"`model.{name}[{layer}]`")
         self._stream(name, layer).replace(value)
@@ -273,6 +340,8 @@ class BlockRun:
             self._older.append(self._derived.pop(name))
             self._older[-1].show()
         if name not in self._derived:
+            if isinstance(served, PromisedServed) and stream.count > 1 and self.position:
+                self._quick[name, layer] = (stream, self.position)
             index = "" if layer is None else f"[{layer}]"
             known = served.shared_stream(stream)
             self._derived[name] = Derived(
@@ -281,6 +350,9 @@ class BlockRun:
         return self._derived[name]
 
     def _settle(self) -> None:
+        self._quickly = None
+        if not self._older and not self._derived and not self._patterns:
+            return
         for derived in (*self._older, *self._derived.values()):
             derived.settle()
         self._older.clear()
@@ -290,10 +362,23 @@ class BlockRun:
             if pattern._version != version:
                 raise not_writable(what)
 
+    def _leave(self) -> None:
+        self._settle()
+        if isinstance(self._served, PromisedServed):
+            self._served.close()
+
+    def same_as_before(self, key: Any, edits: Affine) -> Affine:
+        """The edits of the step before, where these are the same, so that a table which has them is known to."""
+        before = self.last_edits.get(key)
+        if before is not None and before.is_like(edits):
+            return before
+        self.last_edits[key] = edits
+        return edits
+
     def _arrive(self, place: Place) -> Served:
         served = self._served
         if place != self.at or served is None:
-            self._settle()
+            self._leave()
             self._model.check(self, place)
             self._served = None
             served = self.promise(self, place) if self.promise is not None else None
@@ -306,3 +391,7 @@ def in_order(runs: Iterable[BlockRun]) -> list[BlockRun]:
     """Those beside one request in their order; requests do not depend on each other's."""
     found = list(runs)
     return sorted(found, key=lambda run: run.order) if any(run.beside for run in found) else found
+
+
+def _nothing() -> None:
+    return None

@@ -11,9 +11,10 @@ _KEPT = 4096
 
 @dataclass
 class Habit:
-    """``edits``: it writes at tapped places. ``needs_values``: it edits with more than promises can note.
+    """``reads``, ``edits``: it does so at tapped places. ``needs_values``: with more than promises can note.
     ``leaves_taps``: from one it goes on to a place without."""
 
+    reads: bool = False
     edits: bool = False
     needs_values: bool = False
     leaves_taps: bool = False

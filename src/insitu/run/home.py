@@ -9,7 +9,7 @@ import torch
 
 from insitu.run.memory import require_memory
 
-FEW, _SMALL = 4, 2**18
+FEW, SMALL = 4, 2**18
 _WHAT = "a tensor to be brought home"
 
 
@@ -40,7 +40,7 @@ def brought_together(
             alike.setdefault((each.shape, each.dtype, each.device), {})[id(each)] = each
     for group in alike.values():
         tensors = list(group.values())
-        if len(tensors) >= FEW and tensors[0].nbytes <= _SMALL:
+        if len(tensors) >= FEW and tensors[0].nbytes <= SMALL:
             for each in tensors:
                 require_memory(each, _WHAT)
             with torch.inference_mode(False):

@@ -21,8 +21,9 @@ from insitu.run.block_run import BlockRun, in_order
 from insitu.run.calls import Calls
 from insitu.run.modules import ModuleTable
 from insitu.run.ops import Operations
-from insitu.run.order import VisitOrder
+from insitu.run.order import VisitOrder, require_to_come
 from insitu.run.recorder import Recorder
+from insitu.run.sending import Sender
 from insitu.run.served import Rows, Served
 from insitu.run.skips import KeptRows
 from insitu.run.torch_state import BlockState
@@ -45,6 +46,8 @@ class Interleaver:
     """Whether this step's blocks are served at taps, beside a compiled forward."""
     one_graph = True
     """Whether that forward may be one CUDA graph."""
+    leaves_ended_out = True
+    """Whether steps are no concern of blocks that have ended."""
 
     def __init__(
         self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
@@ -55,6 +58,7 @@ class Interleaver:
         self.order = VisitOrder()
         self.rows: RowsOf = {}
         self.calls = Calls(self.modules, unembed)
+        self.sender = Sender()
         self._safe_ids = safe_ids
         self.ops = Operations(self.modules, self._own_forward)
         self._reached = 0
@@ -82,13 +86,19 @@ class Interleaver:
         with BlockState():
             for run in runs:
                 run.steps += 1
-                if not run.started and not run.done:
+                if run.waiting is STEP:
+                    if run.steps <= run.wake:
+                        continue  # it is ahead
+                    self._go_on(run)
+                elif not run.started and not run.done:
                     run.start()
-                elif run.waiting == STEP and run.in_step:
-                    run.hand(_BEGUN)
                 self._park(run)
         self._recorders = [(run, each) for run in runs if run.error is None for each in run.recorders]
         return bool(self._recorders) or any(place.in_forward for place in self._waiting)
+
+    def _go_on(self, run: BlockRun) -> None:
+        """The step that the block waits for begins."""
+        run.hand(_BEGUN)
 
     def idle(self) -> None:
         """Instead of ``begin``, in a step without runs."""
@@ -170,26 +180,12 @@ class Interleaver:
     # -- what blocks ask ------------------------------------------------------------------
 
     def check(self, run: BlockRun, place: Place) -> None:
-        if run.at == RESULT:
-            raise refusals.after_result(place)
         ops = self.ops.require(place) if place.op else []
-        if not run.in_step:
-            return
-        skipped = next((each for each in run.skipped if place.is_inside(each)), None)
-        if skipped is not None:
-            raise refusals.inside_skipped(place, skipped)
-        if place in (RESULT, SAMPLES, LOGITS):
-            late = run.at is not None and run.at in _TAIL and _TAIL.index(place) <= _TAIL.index(run.at)
-        else:
-            end = place.at("output").module if ops else place
-            late = run.at in _TAIL or 0 < self.order.position(end) <= run.position
-            late = late or (not self.order.complete and end in self.order and self._open)
-        if ops and place.path in self._active:
-            late = late or self.ops.has_gone_by(place, ops)
-            if not late:
-                self.ops.require_stops(place)
-        if late:
-            raise refusals.gone_by(place, run.at)
+        require_to_come(run, place, self.order, learning=self._open and not self.order.complete)
+        if ops and run.in_step and place.path in self._active:
+            if self.ops.has_gone_by(place, ops):
+                raise refusals.gone_by(place, run.at)
+            self.ops.require_stops(place)
 
     def position(self, place: Place, after: int = 0) -> int:
         return self._reached if place.op else self.order.next_visit(place, after)
@@ -395,6 +391,5 @@ class Interleaver:
 
 
 _METHODS = (MethodType, BuiltinMethodType)
-_TAIL = [LOGITS, SAMPLES, RESULT]
 _NO_ROWS = Rows(0, 0, 0)
 _BEGUN, _ENDED = (Served(answer, _NO_ROWS, str(STEP)) for answer in (True, False))

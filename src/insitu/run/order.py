@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from insitu.tree import Place
+from insitu.run import refusals
+from insitu.tree import LOGITS, RESULT, SAMPLES, Place
+
+if TYPE_CHECKING:
+    from insitu.run.block_run import BlockRun
 
 
 class VisitOrder:
@@ -50,3 +55,25 @@ class VisitOrder:
 
     def __contains__(self, place: Place) -> bool:
         return place in self._visits
+
+
+def require_to_come(run: BlockRun, place: Place, order: VisitOrder, learning: bool) -> None:
+    """Raises if the block, where it is in its step, has left ``place`` behind. ``learning``: the order is that of the
+    forward in progress, so that all in it has gone by."""
+    if run.at == RESULT:
+        raise refusals.after_result(place)
+    skipped = next((each for each in run.skipped if place.is_inside(each)), None)
+    if skipped is not None:
+        raise refusals.inside_skipped(place, skipped)
+    if place in TAIL:
+        late = run.at is not None and run.at in TAIL and TAIL.index(place) <= TAIL.index(run.at)
+    else:
+        end = place.at("output").module if place.op else place
+        late = run.at in TAIL or 0 < order.position(end) <= run.position
+        late = late or (learning and run.in_step and end in order)
+    if late:
+        raise refusals.gone_by(place, run.at)
+
+
+TAIL = (LOGITS, SAMPLES, RESULT)
+"""What comes after the forward, in order."""

@@ -118,6 +118,7 @@ class ParallelInterleaver(Interleaver):
 class Leader(ParallelInterleaver):
     """Runs the blocks, on rank 0."""
 
+    leaves_ended_out = False  # or followers, who do not know, would wait for messages
     _windows = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

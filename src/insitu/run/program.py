@@ -12,6 +12,7 @@ from insitu.block import ArgumentError, Lost
 from insitu.run.block_run import BlockRun
 from insitu.run.home import FEW, brought_together, tensors_within
 from insitu.run.memory import require_memory
+from insitu.run.sending import Sender
 from insitu.run.served import rebuilt
 
 
@@ -30,10 +31,16 @@ class Outcome:
     sequence: int = 0
 
 
-def outcome_of(run: BlockRun, saves: dict[str, Any], bound: dict[str, Any], lost: Sequence[Lost] = ()) -> Outcome:
-    """The outcome of an ended run; values saved before an error come along with it."""
+def outcome_of(
+    run: BlockRun,
+    saves: dict[str, Any],
+    bound: dict[str, Any],
+    lost: Sequence[Lost] = (),
+    sender: Sender | None = None,
+) -> Outcome:
+    """The outcome of an ended run; values saved before an error come along with it. ``sender`` may have sent some."""
     outcome = Outcome(bound=bound, error=run.error, lost=lost)
-    home = Home()
+    home = Home(sender)
     try:
         outcome.saves = {name: home.bring(value, f"`{name}`") for name, value in saves.items()}
         outcome.returned = home.bring(run.returned, "what the block returned")
@@ -46,8 +53,9 @@ class Home:
     """Takes values out of the engine: their tensors on the CPU, outside inference mode, and owning just their
     memory. What several values share stays shared."""
 
-    def __init__(self) -> None:
+    def __init__(self, sender: Sender | None = None) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}
+        self._sender = sender or Sender()
 
     def bring(self, value: Any, what: str) -> Any:
         """Raises ``ArgumentError``, which speaks of ``what``, for a value that can't be."""
@@ -61,6 +69,9 @@ class Home:
     def _ordinary(self, value: Any) -> Any:
         if id(value) in self._made:
             return self._made[id(value)][1]
+        if type(value) is list and (found := self._sender.find(value)) is not None:
+            self._made[id(value)] = (value, found)
+            return found
         if type(value) is list and len(value) >= FEW:
             self._made.update(
                 (id(old), (old, new)) for old, new in brought_together(value) if id(old) not in self._made
@@ -76,7 +87,7 @@ class Home:
         if isinstance(value, tuple):
             made = rebuilt(value, [self._ordinary(part) for part in value])
         elif isinstance(value, torch.Tensor):
-            made = _ordinary_tensor(value)
+            made = (self._sender.find([value]) or [_ordinary_tensor(value)])[0]
         else:
             return value
         self._made[id(value)] = (value, made)

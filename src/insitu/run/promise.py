@@ -34,8 +34,7 @@ class Promise(torch.Tensor):
                 return answer
         about = func.__self__.__name__ in _ATTRIBUTES if name == "__get__" else name in _ABOUT
         if not about:
-            for promise in _promises((args, kwargs)):
-                promise.place.keep()
+            demand((args, kwargs))
         with _plain():
             return func(*args, **(kwargs or {}))
 
@@ -43,16 +42,25 @@ class Promise(torch.Tensor):
 class Promised(Protocol):
     """What a promise stands for: a tensor of a place, or a stream."""
 
-    edits: Affine
-    width: int
-    device: torch.device
+    like: Any
+    """Of its memory: ``shape``, ``dtype`` and ``device``."""
 
     def part(self, row: torch.Tensor, whole: Promise) -> Promise:
         """A promise of a view of another."""
         ...
 
-    def begin_edit(self) -> bool:
-        """Called before each edit that is to be noted; False if it can't be."""
+    views: list[torch.Tensor]
+
+    def copied(self) -> torch.Tensor | None:
+        """A promise of a copy; None if that can't be."""
+        ...
+
+    def vector(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` as it is now, whatever happens to it."""
+        ...
+
+    def edit(self) -> Affine | None:
+        """Where an edit is to be noted; None if it can't be."""
         ...
 
     def keep(self) -> None:
@@ -81,22 +89,23 @@ def release(promise: torch.Tensor) -> torch.Tensor:
     return promise
 
 
-def _promises(value: Any) -> list[Promise]:
+def demand(value: Any) -> None:
+    """Waits for all that was promised in ``value``, for code which may not ask."""
     found: list[Promise] = []
     map_tensors(value, lambda tensor: found.append(tensor) if type(tensor) is Promise else None)
-    return found
+    for promise in found:
+        promise.place.keep()
 
 
 # -- what can be noted ------------------------------------------------------------------------
 
 
 def _add(promise: Promise, other: Any, *, alpha: Any = 1) -> Any:
-    value, times = as_row(other, promise.place.width, promise.place.device), number(alpha)
-    if value is None or times is None:
+    like = promise.place.like
+    value, times = as_row(other, like.shape[-1], like.device), number(alpha)
+    if value is None or times is None or (edits := promise.place.edit()) is None:
         return NotImplemented
-    if not promise.place.begin_edit():
-        return NotImplemented
-    promise.place.edits.add(value, times)
+    edits.add(_kept(value, promise), times)
     return promise
 
 
@@ -109,9 +118,9 @@ def _multiply(promise: Promise, other: Any) -> Any:
     factor = number(other)
     if not factor:  # of what is not finite, zero times it is not zero
         return NotImplemented
-    if not promise.place.begin_edit():
+    if (edits := promise.place.edit()) is None:
         return NotImplemented
-    promise.place.edits.multiply(factor)
+    edits.multiply(factor)
     return promise
 
 
@@ -123,13 +132,20 @@ def _divide(promise: Promise, other: Any, **rounding: Any) -> Any:
 def _set(promise: Promise, other: Any, *_: Any) -> Any:
     if other is promise:
         return promise
-    value = as_row(other, promise.place.width, None)
-    if value is None:
+    value = as_row(other, promise.place.like.shape[-1], None)
+    if value is None or (edits := promise.place.edit()) is None:
         return NotImplemented
-    if not promise.place.begin_edit():
-        return NotImplemented
-    promise.place.edits.set(value)
+    edits.set(_kept(value, promise))
     return promise
+
+
+def _kept(value: torch.Tensor | float, promise: Promise) -> torch.Tensor | float:
+    return promise.place.vector(value) if isinstance(value, torch.Tensor) else value
+
+
+def _clone(promise: Promise, **settings: Any) -> Any:
+    copy = None if settings or promise.whole is not None else promise.place.copied()
+    return NotImplemented if copy is None else copy
 
 
 def _zero(promise: Promise) -> Any:
@@ -174,6 +190,7 @@ _HANDLERS: Mapping[str, Callable[..., Any]] = {
     "copy_": _set,
     "fill_": _set,
     "zero_": _zero,
+    "clone": _clone,
     "__getitem__": _get_item,
     "__setitem__": _set_item,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,28 +12,52 @@ from insitu.run.affine import Affine
 from insitu.run.promise import Promise, fulfil, promise_in, release
 from insitu.run.served import Rows, Served
 from insitu.run.structure import Structure, tensors_in
+from insitu.tree import Place
 
 if TYPE_CHECKING:
+    from insitu.run.ahead import Ahead, Coming
     from insitu.run.anatomy import Stream
+    from insitu.run.block_run import BlockRun
 
-Spare = dict[Any, torch.Tensor]
+
+class Promisable(NamedTuple):
+    """What is known of a place before its value is there."""
+
+    place: Place
+    structure: Structure
+    like: tuple[Like, ...]
+
+
+class Like(NamedTuple):
+    """One of its tensors: the shape of a request's row, and the rest."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Target:
-    """What one promise of a visit stands for: the tensor number ``part`` of the place, or a stream of it."""
+    """What one promise of a visit stands for: the tensor number ``part`` of the place, or a stream of it; or the
+    ``copy`` of that number which the block made of one."""
 
-    def __init__(self, visit: PromisedServed, part: int, stream: Stream | None = None) -> None:
+    __slots__ = ("copy", "edits", "in_page", "key", "like", "number", "promise", "stream", "views", "visit")
+
+    def __init__(self, visit: PromisedServed, part: int, stream: Stream | None = None, copy: int = 0) -> None:
         self.visit = visit
+        self.copy = copy
         self.stream = stream
         self.number = part
-        self.edits = Affine()
+        self.edits: Any = None
         self.views: list[torch.Tensor] = []
-        self.key = (part, stream is not None)
-        like = visit.copies[part]
-        self.width, self.device = like.shape[-1], like.device
-        memory = visit.spare.pop(self.key, None)
+        self.key = (part, stream is not None, copy)
+        self.like = like = visit.known.like[part]
+        memory = visit.ahead.memory(self, visit.coming, like) if visit.run.keeps_promises else None
+        self.in_page = memory is not None
         if memory is None:
-            memory = torch.empty((1, *like.shape[1:]), dtype=like.dtype, device=like.device)
+            visit.register()
+            memory = visit.run.spare.pop((visit.what, self.key), None)
+        if memory is None:
+            memory = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         self.promise = promise_in(memory, self)
 
     def part(self, row: torch.Tensor, whole: Promise) -> Promise:
@@ -41,16 +65,29 @@ class Target:
         self.views.append(view)
         return view
 
-    def begin_edit(self) -> bool:
-        return self.visit.edit(self)
+    def edit(self) -> Affine | None:
+        if self.copy or not self.visit.edit(self):
+            return None
+        if self.edits is None:
+            self.edits = Affine()
+        return self.edits
+
+    def copied(self) -> torch.Tensor | None:
+        """A promise of the value as it is before all edits."""
+        return None if self.copy or self.edits is not None else self.visit.copied(self)
+
+    def vector(self, value: torch.Tensor) -> torch.Tensor:
+        return self.visit.ahead.vector(value)
 
     def keep(self) -> None:
         self.visit.keep()
 
+    def parts_of(self, live: Any) -> list[torch.Tensor]:
+        """The tensors of the live value that it is the sum of."""
+        return [tensors_in(live).floating[self.number]] if self.stream is None else self.stream.parts(live)
+
     def value_in(self, live: Any, rows: Rows) -> torch.Tensor:
-        if self.stream is None:
-            return tensors_in(live).floating[self.number][rows.start : rows.stop]
-        first, *others = [part[rows.start : rows.stop] for part in self.stream.parts(live)]
+        first, *others = [part[rows.start : rows.stop] for part in self.parts_of(live)]
         return sum(others, first)
 
     @property
@@ -58,26 +95,36 @@ class Target:
         """Whether the block still holds its promise, or a view of it."""
         return sys.getrefcount(self.promise) > 2 or bool(self.views)
 
+    def release(self) -> None:
+        for view in self.views:
+            release(view)
+        release(self.promise)
+
 
 class PromisedServed(Served):
     """As ``Served``; what is known of it are its shapes. ``wait`` makes the block wait and gives the real one."""
 
-    __slots__ = ("_made", "copies", "kept", "rows", "spare", "structure", "target", "targets", "wait", "waits")
+    __slots__ = (
+        "_made", "ahead", "closed", "coming", "fulfilled", "kept", "known", "registered", "run", "step", "target",
+        "targets", "wait", "waits",
+    )  # fmt: skip
 
     def __init__(
         self,
-        what: Any,
-        structure: Structure,
-        copies: list[torch.Tensor],
-        spare: Spare,
+        run: BlockRun,
+        known: Promisable,
         wait: Callable[[PromisedServed], Served],
+        ahead: Ahead,
+        coming: Coming,
     ) -> None:
-        self.what = what
-        self.structure = structure
-        self.copies = copies
-        self.spare = spare
+        self.run = run
+        self.step = run.step
+        self.what = known.place
+        self.known = known
         self.wait = wait
-        self.waits = False
+        self.ahead = ahead
+        self.coming = coming
+        self.waits = self.closed = self.fulfilled = self.registered = False
         self.kept: Served | None = None
         self.targets: list[Target] = []
         self.target: Target | None = None
@@ -95,9 +142,9 @@ class PromisedServed(Served):
         if self.kept is not None:
             return self.kept.value
         if self._made is None:
-            parts = [Target(self, i) for i in range(len(self.copies))]
+            parts = [Target(self, i) for i in range(len(self.known.like))]
             self.targets += parts
-            self._made = self.structure.filled([target.promise for target in parts], [])
+            self._made = self.known.structure.filled([target.promise for target in parts], [])
         return self._made
 
     @value.setter
@@ -111,11 +158,14 @@ class PromisedServed(Served):
     def shared_stream(self, stream: Stream) -> torch.Tensor | None:
         if self.kept is not None:
             return self.kept.shared_stream(stream)
-        if stream.multiplier != 1 or stream.count != len(self.copies):
+        if stream.multiplier != 1 or stream.count != len(self.known.like):
             self.keep()
             return None
         if stream.count == 1:
             return None
+        for target in self.targets:
+            if target.stream is stream and not target.copy:
+                return target.promise
         target = Target(self, 0, stream)
         self.targets.append(target)
         return target.promise
@@ -128,17 +178,57 @@ class PromisedServed(Served):
         assert self.kept is not None
         self.kept.replace(value)
 
+    def register(self) -> None:
+        """Has the step look at this visit."""
+        if not self.registered:
+            self.registered = True
+            self.coming.visits.setdefault(self.what, []).append((self.run, self))
+
+    def copied(self, target: Target) -> torch.Tensor | None:
+        if self.waits or self.closed or self.target is not None:
+            return None
+        copy = Target(self, target.number, target.stream, 1 + sum(bool(each.copy) for each in self.targets))
+        self.targets.append(copy)
+        return copy.promise
+
     def edit(self, target: Target) -> bool:
-        """Whether an edit of this promise can be noted: edits of several depend on each other's order."""
-        if self.waits or self.target not in (None, target):
+        """Whether an edit of this promise can be noted: edits of several depend on each other's order, and one of
+        a value that the block has left behind is none of the model's."""
+        if self.waits or self.closed or self.target not in (None, target) or any(each.copy for each in self.targets):
             return False
+        self.register()
+        self.run.edited = True
         self.target = target
         return True
 
-    def keep(self) -> None:
-        """Waits for the value, and makes of the promises what they promised."""
+    def close(self) -> None:
+        """The block has moved on. Promises that it does not hold any more need not be kept."""
+        self.closed, self._made = True, None
         if self.kept is not None:
             return
+        if self.target is not None and self.target.edits is not None:
+            self.target.edits = self.run.same_as_before((self.what, self.target.key), self.target.edits)
+        held: list[Target] = []
+        for target in self.targets:
+            if target.in_page:
+                held.append(target)
+            elif target.is_held:
+                self.run.keeps_promises = True
+                held.append(target)
+            else:
+                self.run.spare[self.what, target.key] = release(target.promise)
+                del target.promise
+        self.targets = held
+
+    def keep(self) -> None:
+        """Waits for the value, and makes of the promises what they promised."""
+        if self.kept is not None or self.fulfilled:
+            return
+        if self.closed and self.step < self.run.step:
+            self.run.until_over(self.step)
+            return
+        if not self.closed:
+            self.run.hold_stream()
         self.waits = True  # from here on this is the block's matter
         self.kept = real = self.wait(self)
         floating = tensors_in(real.live).floating
@@ -147,11 +237,12 @@ class PromisedServed(Served):
                 release(view)
             if target.stream is None:
                 fulfil(target.promise, tensors_in(real.value).floating[target.number])
-                real.take(floating[target.number], target.promise)
+                if not target.copy:
+                    real.take(floating[target.number], target.promise)
             else:
                 first, *others = target.stream.parts(real.value)
                 fulfil(target.promise, sum(others, first))
-        if self.target is not None:
+        if self.target is not None and self.target.edits is not None:
             self.target.edits.apply(self.target.promise)
         self.targets.clear()
         self.target = None
@@ -161,12 +252,16 @@ class PromisedServed(Served):
     @property
     def affine(self) -> Target | None:
         """What the block has edited, if it has."""
-        return self.target if self.target is not None and self.target.edits.changed and not self.waits else None
+        return self.target if self.target is not None and self.target.edits is not None and not self.waits else None
+
+    @property
+    def is_owed(self) -> bool:
+        return not self.fulfilled and not self.waits
 
     def apply(self, live: Any, rows: Rows) -> None:
         """Makes the block's edits in the request's rows of the live value."""
         target = self.affine
-        if target is None:
+        if target is None or target.edits is None:
             return
         value = target.value_in(live, rows)
         target.edits.apply(value)
@@ -180,13 +275,10 @@ class PromisedServed(Served):
         """Gives promises that the block still holds their values, which are those after its edits."""
         if self.waits:
             return
-        self._made = None
+        self._made, self.fulfilled = None, True
         for target in self.targets:
-            if target.is_held:
-                for view in target.views:
-                    release(view)
-                fulfil(target.promise, target.value_in(live, rows))
-            else:
-                self.spare[target.key] = release(target.promise)
+            if not target.in_page:
+                target.release()
+                target.promise.copy_(target.value_in(live, rows).reshape(target.promise.shape))
             del target.promise, target.visit  # or they would hold each other
         self.targets.clear()

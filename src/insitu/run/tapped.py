@@ -9,26 +9,29 @@ cache again, and what blocks have written in the first run is written again wher
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from insitu.run import traps
+from insitu.run.ahead import Ahead
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
 from insitu.run.habits import Habits
 from insitu.run.interleaver import Interleaver, RowsOf
-from insitu.run.promised import PromisedServed, Target
+from insitu.run.promised import Like, Promisable, PromisedServed, Target
 from insitu.run.served import Served
 from insitu.run.snapshot import SharedServed, Snapshot
 from insitu.run.structure import Structure, tensors_in
 from insitu.run.torch_state import BlockState
-from insitu.tree import RESULT, Place
+from insitu.tree import RESULT, STEP, Place
 
 _FEW = 8
+_SPELL = 16
 Edits = Mapping[Place, Sequence[tuple[BlockRun, Target]]]
 
 
@@ -59,7 +62,7 @@ class Taps(Protocol):
         """Whether the tables have room for these."""
         ...
 
-    def set(self, edits: Edits, rows: Mapping[BlockRun, int]) -> None:
+    def set(self, edits: Edits, rows: RowsOf) -> None:
         """Makes the graphs do these edits, and no others, in the blocks' rows."""
         ...
 
@@ -85,60 +88,83 @@ class TappedInterleaver(Interleaver):
         self._shown: list[tuple[Place, BlockRun, Served]] = []
         self._pending: list[tuple[Place, BlockRun, Served]] = []
         self._stale: set[BlockRun] = set()
-        self._promised: dict[Place, list[tuple[BlockRun, PromisedServed]]] = {}
+        self.ahead = Ahead(self.sender.send_rows)
+        self._promisable: dict[Place, Promisable] = {}
+        self._at_begin = False
+        self._sleepers: deque[BlockRun] = deque()
+        self._thread = 0
         self._held_by_nobody = layer_outputs(self.anatomy)
 
     # -- one step -------------------------------------------------------------------------
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
         runs = list(runs)
-        self._promised.clear()
-        for run in runs:
-            run.promise = self._promise if self._takes_promises(run) else None
-        waits = super().begin(runs)
-        for run in runs:
-            run.promise = None
-        edits = self._edits()
-        for run, _ in (each for written in edits.values() for each in written):
-            run.edited = True
-        path = self._chosen() if waits else Path.TAPPED if self._promised else Path.PLAIN
+        self.ahead.begin(len(runs))
+        self._sleepers = deque(runs)
+        self._thread = threading.get_ident()
+        self._at_begin = True
+        try:
+            waits = super().begin(runs)
+        finally:
+            self._at_begin = False
+        edits = self.ahead.edits()
+        path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
         if path is Path.TAPPED and not self._taps.fits(edits):
             path = Path.OPEN
         self.tapped, self.one_graph = path in (Path.TAPPED, Path.OPEN), path is not Path.OPEN
         if not self.tapped:
-            self.idle()
+            self._taps.set({}, {})
         return path is Path.EAGER
 
     def idle(self) -> None:
+        self.ahead.begin(0)
+        self._sleepers.clear()
         self._taps.set({}, {})
 
+    def _go_on(self, run: BlockRun, most: int | None = None) -> None:
+        takes = self._takes_promises(run)
+        run.promise, run.limit = (self._promise, self.ahead.limit(run, most)) if takes else (None, run.wake)
+        super()._go_on(run)
+
+    def work_ahead(self, is_time: Callable[[], bool]) -> None:
+        """Between two steps, while ``is_time``: blocks that need no values go on with steps to come."""
+        if threading.get_ident() != self._thread:
+            return  # blocks run in one thread only
+        with BlockState():
+            while self._sleepers and is_time():
+                run = self._sleepers.popleft()
+                sleeps = run.waiting is STEP and run.length is not None and run.steps <= run.wake < run.length
+                if sleeps and self.ahead.has_room and self._takes_promises(run):
+                    self._go_on(run, _SPELL)
+                    self._sleepers.append(run)
+
     def _takes_promises(self, run: BlockRun) -> bool:
-        """In its decode steps, a block that was seen to edit, and nothing that needs the values; and alone, since
-        a table holds one edit of a row, and that row is its request's only one."""
-        if not run.started or run.done or run.rows != 1 or _has_company(run):
+        """In its decode steps, a block that was seen to read or edit, and nothing that needs the values; and alone,
+        since a table holds one edit of a row. Of a request of certain length each step but the first has one row."""
+        if not run.started or run.done or (run.rows != 1 and run.length is None) or _has_company(run):
             return False
         habit = self._habits.of_decoding(run)
-        known = habit.edits and not habit.needs_values and not habit.leaves_taps
-        return known and self.in_use and not run.names_source and not run.writes_unseen
+        known = (habit.edits or habit.reads) and not habit.needs_values and not habit.leaves_taps
+        return known and self.in_use and not run.names_source and not run.writes_unseen and not self.anatomy.batched
 
     def _promise(self, run: BlockRun, place: Place) -> PromisedServed | None:
-        structure, copies = self._structures.get(place), self._taps.editable(place)
-        if structure is None or not copies or self.anatomy.batched:
+        known = self._promisable.get(place) or self._learn(place)
+        begun = run.step < run.steps and not self._at_begin
+        if known is None or begun or self._habits.of_decoding(run).needs_values:
             return None
-        visit = PromisedServed(place, structure, copies, run.spare.setdefault(place, {}), partial(self._keep, run))
-        self._promised.setdefault(place, []).append((run, visit))
-        return visit
+        return self.ahead.visit(run, known, self._keep)
 
-    def _keep(self, run: BlockRun, visit: PromisedServed) -> Served:
-        self._habits.of(run).needs_values = True
+    def _learn(self, place: Place) -> Promisable | None:
+        structure, copies = self._structures.get(place), self._taps.editable(place)
+        if structure is None or not copies:
+            return None
+        like = tuple(Like((1, *each.shape[1:]), each.dtype, each.device) for each in copies)
+        known = self._promisable[place] = Promisable(place, structure, like)
+        return known
+
+    def _keep(self, visit: PromisedServed) -> Served:
+        self._habits.of_decoding(visit.run).needs_values = True
         return traps.wait(visit.what)
-
-    def _edits(self) -> dict[Place, list[tuple[BlockRun, Target]]]:
-        """What blocks have written into promises."""
-        return {
-            place: [(run, target) for run, visit in visits if (target := visit.affine)]
-            for place, visits in self._promised.items()
-        }
 
     def _chosen(self) -> Path:
         waited = {place for place in self._waiting if place.in_forward}
@@ -156,13 +182,13 @@ class TappedInterleaver(Interleaver):
 
     def open(self, rows: RowsOf) -> None:
         super().open(rows)
-        for place in (*self._promised, *(place for place, _, _ in self._pending)):
+        for place in (*self.ahead.now.places, *(place for place, _, _ in self._pending)):
             self._watch(place)
 
     def open_compiled(self, rows: RowsOf) -> None:
         """As ``open``, for a forward that is not eager: no module is watched."""
         self.rows = rows
-        self._taps.set(self._edits(), {run: mine.start for run, mine in rows.items()})
+        self._taps.set(self.ahead.edits(), rows)
         self._open = self._compiled = True
         self._live = False
         self._called.clear()
@@ -173,7 +199,7 @@ class TappedInterleaver(Interleaver):
         if not self._compiled or self.calls.running:
             return
         self._live = True
-        if place in self._promised or place in self._waiting or self._recorders:
+        if place in self.ahead.now.places or place in self._waiting or self._recorders:
             self._serve_compiled(place, floating, others)
 
     def after_compiled(self) -> bool:
@@ -196,11 +222,10 @@ class TappedInterleaver(Interleaver):
 
     def _fulfil_from_copies(self) -> None:
         total = next(iter(self.rows.values())).total
-        for place, visits in self._promised.items():
+        for place in self.ahead.now.places:
             if copies := self._taps.copies(place, total):
-                live = self._structures[place].filled(*copies)
-                for run, visit in visits:
-                    visit.fulfil(live, self.rows[run])
+                with BlockState():
+                    self.ahead.keep_at(place, self._structures[place].filled(*copies), self.rows)
 
     def _serve_copies(self) -> None:
         recorded = self._recorded()
@@ -225,6 +250,7 @@ class TappedInterleaver(Interleaver):
         snapshot, made = Snapshot(live, total), list[tuple[BlockRun, Served]]()
         with BlockState():
             for run in runs:
+                self._habits.of(run).reads = True
                 served = SharedServed(snapshot, self.rows[run].start, place, self.modules.fixed, run.withholds)
                 run.hand(served)
                 self._park(run)
@@ -245,7 +271,8 @@ class TappedInterleaver(Interleaver):
         self._shown.clear()
         self._stale.clear()
         self._pending.clear()
-        self._promised.clear()
+        for place, run in self.ahead.left(self.rows):
+            run.refuse(self._unreached(place))
         super().close()
 
     # -- one place ------------------------------------------------------------------------
@@ -260,8 +287,9 @@ class TappedInterleaver(Interleaver):
         left = self._serve_if_awaited(place, live)
         taken = left is live or self._put_in_place(place, left, floating)
         for _, run, served in self._shown[seen:]:
+            habit = self._habits.of(run)
+            habit.reads = True
             if served.edited:
-                habit = self._habits.of(run)
                 habit.edits, habit.leaves_taps = True, habit.leaves_taps or not taken
                 if not taken or not self._live:
                     self._stale.add(run)
@@ -290,9 +318,12 @@ class TappedInterleaver(Interleaver):
         return place in self._taps.places
 
     def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
-        for run, visit in self._promised.get(place, ()):
-            visit.apply(live, self.rows[run])
-            visit.fulfil(live, self.rows[run])
+        for run, visit in self.ahead.now.visits.get(place, ()):
+            if run in self.rows:
+                visit.apply(live, self.rows[run])
+        if place in self.ahead.now.places:
+            with BlockState():
+                self.ahead.keep_at(place, live, self.rows)
         for entry in [entry for entry in self._pending if entry[0] == place]:
             self._pending.remove(entry)
             _, run, served = entry

@@ -145,7 +145,10 @@ class ModelPlaces:
         return self._stream("attn_pattern")
 
     def _stream(self, name: str) -> LayerStream:
-        return LayerStream(name, self._count_layers, self._owner)
+        made = vars(self).setdefault("_layer_streams", {})
+        if name not in made:
+            made[name] = LayerStream(name, self._count_layers, self._owner)
+        return made[name]
 
     def apply_final_norm(self, hidden: Any) -> Any:
         """The model's own last norm of ``[rows, d_model]``, in a block; ``unembed`` takes what it returns."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from insitu.block import ArgumentError
-from insitu.tree.session import session_for
+from insitu.tree.session import Session, current, session_for
 
 
 class LayerStream:
@@ -23,12 +23,13 @@ class LayerStream:
         self._owner = owner
         self._name = name
         self._layers = layers
+        self._count = 0  # until it is known
 
     def __getitem__(self, layer: int) -> Any:
-        return session_for(self._at(layer), self._owner).read_stream(self._name, self._index(layer))
+        return self._session(layer).read_stream(self._name, self._index(layer))
 
     def __setitem__(self, layer: int, value: Any) -> None:
-        session_for(self._at(layer), self._owner).write_stream(self._name, self._index(layer), value)
+        self._session(layer).write_stream(self._name, self._index(layer), value)
 
     def __call__(self, layer: int) -> Any:
         return self[layer]
@@ -45,15 +46,23 @@ class LayerStream:
     def _unsavable(self) -> str:
         return f"an index is missing: `model.{self._name}[i].save()` saves what it is at layer i"
 
+    def _session(self, layer: int) -> Session:
+        session = current.get()
+        if session is not None and session.owner == self._owner:
+            return session
+        return session_for(self._at(layer), self._owner)
+
     def _at(self, layer: int) -> str:
         return f"`model.{self._name}[{layer}]`"
 
     def _index(self, layer: int) -> int:
+        if type(layer) is int and 0 <= layer < self._count:
+            return layer
         try:
             layer = operator.index(layer)
         except TypeError:
             raise self._not_a_layer(layer) from None
-        count = len(self)
+        self._count = count = len(self)
         if not count:
             return layer  # an architecture that is not known, which the session says
         if not -count <= layer < count:

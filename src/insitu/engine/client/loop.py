@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ class Request:
     prompt: dict[str, Any]
     params: Any
     lora: Any = None
+
+
+_THRESHOLDS = (50_000, 20, 1000)
 
 
 class FailedStepError(Exception):
@@ -67,7 +71,7 @@ class EngineLoop:
                 )
                 internal.append(name)
                 waiting[self._external(name)] = request.job
-            with _interrupts_between_steps() as check:
+            with _interrupts_between_steps() as check, _young_garbage_only():
                 while waiting and self._unfinished():
                     ended: dict[str, Any] = {}
                     for output in self._checked_step():
@@ -131,6 +135,17 @@ def _refuse_in_block() -> None:
             "an engine can't be run from inside a block, which waits for a step of it: call `generate` and the like "
             "before the `with` or after it, or give each prompt an invoke of its own"
         )
+
+
+@contextmanager
+def _young_garbage_only() -> Iterator[None]:
+    """What blocks save piles up, and the collector would go through all of it again and again."""
+    before = gc.get_threshold()
+    gc.set_threshold(*(own and max(own, least) for own, least in zip(before, _THRESHOLDS, strict=True)))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

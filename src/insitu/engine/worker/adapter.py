@@ -5,11 +5,12 @@ What differs between the runners is in ``runner_v1`` and ``runner_v2``, a few sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from insitu.block import RequestError
 from insitu.engine.lora import Loras
@@ -46,6 +47,7 @@ class Adapter:
         self.waits_in_forward = False
         self.tapped = False
         self._expects_logits = False
+        self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], dict[Any, Rows]]] = {}
         self.scored: torch.Tensor | None = None
         """This step's logits as sampling gets them."""
         for name in self.METHODS:
@@ -91,8 +93,10 @@ class Adapter:
                 about = New(new.req_id, tag, new.num_computed_tokens, tokens, length, ids, new.lora_request)
                 self.host.admit(about)
 
-    def token_rows(self, order: Iterable[str], counts: Mapping[str, int], total: int) -> dict[Any, Rows]:
+    def token_rows(self, order: Sequence[str], counts: Mapping[str, int], total: int) -> dict[Any, Rows]:
         """The runs' rows in a forward over ``total`` tokens, padding included."""
+        if set(counts.values()) == {1}:
+            return self.request_rows(order, total)
         rows: dict[Any, Rows] = {}
         start = 0
         for request in order:
@@ -102,12 +106,21 @@ class Adapter:
             start = stop
         return rows
 
-    def request_rows(self, order: Iterable[str], total: int) -> dict[Any, Rows]:
-        """The runs' rows where there is one for each request."""
-        found = ((run, i) for i, request in enumerate(order) for run in self.runs.get(request, ()))
-        return {run: Rows(i, i + 1, total) for run, i in found}
+    def request_rows(self, order: Sequence[str], total: int) -> dict[Any, Rows]:
+        """The runs' rows where there is one for each request; the same object as before if they are the same."""
+        known = self._known_rows.get(total)
+        if known is None or known[0] != order or known[1] != self.runs:
+            found = ((run, i) for i, request in enumerate(order) for run in self.runs.get(request, ()))
+            if len(self._known_rows) > 1:
+                self._known_rows.clear()
+            known = self._known_rows[total] = (
+                list(order),
+                self.runs,
+                {run: Rows(i, i + 1, total) for run, i in found},
+            )
+        return known[2]
 
-    def order(self) -> list[str]:
+    def order(self) -> Sequence[str]:
         """The requests of this step in the order of their rows, known once the forward begins."""
         raise NotImplementedError
 
@@ -139,12 +152,25 @@ class Adapter:
                     )
                 )
 
+    def use_wait(self, output: Any) -> None:
+        """While somebody waits for the device to give this step's output, blocks may run."""
+        tapped = self.interleaver
+        if not self.runs or not isinstance(tapped, TappedInterleaver) or not isinstance(output, AsyncModelRunnerOutput):
+            return
+        done, get_output = torch.cuda.Event(), output.get_output
+        done.record()
+
+        def work_and_get() -> Any:
+            tapped.work_ahead(lambda: not done.query())
+            return get_output()
+
+        output.get_output = work_and_get  # type: ignore[method-assign]
+
     def mark_ended(self, output: Any) -> None:
         """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here, and which it may
         preempt from now on."""
         if self.runs:
-            output.insitu_ended = self.host.ended(self.runs)
-            output.insitu_released = self.host.released(self.runs)
+            output.insitu_ended, output.insitu_released = self.host.after_step(self.runs)
 
 
 class _Wrapped:

@@ -54,8 +54,5 @@ class FollowingHost:
     def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[Shadow]]:
         return {request: list(self._live[request]) for request in scheduled if request in self._live}
 
-    def ended(self, requests: Iterable[str]) -> frozenset[str]:
-        return frozenset()
-
-    def released(self, requests: Iterable[str]) -> frozenset[str]:
-        return frozenset()
+    def after_step(self, runs: Mapping[str, list[Shadow]]) -> tuple[frozenset[str], frozenset[str]]:
+        return frozenset(), frozenset()

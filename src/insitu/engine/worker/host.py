@@ -65,6 +65,8 @@ class Host:
     plain_steps: int = 0
     tapped_steps: int = 0
     _live: dict[str, list[_Live]] = field(default_factory=dict)
+    _going: dict[str, list[_Live]] = field(default_factory=dict)
+    """Of the requests that steps may still concern."""
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
 
     # -- the client's side ----------------------------------------------------------------
@@ -90,6 +92,7 @@ class Host:
             failed = {live.request for live in ending for each in self._live[live.request] if each.run.error}
             outcomes[key] = [self._outcome(live, result, live.request in failed) for live in ending]
             self._forget(key)
+        self._clear_if_idle()
         return outcomes
 
     def _outcome(self, live: _Live, result: Any, failed: bool) -> Outcome:
@@ -97,7 +100,7 @@ class Host:
         self.interleaver.finish(live.run, result)
         ran, about = live.execution, live.about
         lost = ran.lost(about.exports | about.shared) if live.run.error is None else []
-        outcome = outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost)
+        outcome = outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost, self.interleaver.sender)
         if own is None and (failed or live.failed_beside):
             outcome.error = None  # it was cut short, because another block of its request had failed
         outcome.edit = live.edit
@@ -111,9 +114,14 @@ class Host:
             for live in self._by_key.get(key, ()):
                 live.run.kill()
             self._forget(key)
+        self._clear_if_idle()
 
     def in_flight(self) -> int:
         return len(self.jobs.keys() | self._by_key.keys())
+
+    def _clear_if_idle(self) -> None:
+        if not self._by_key:
+            self.interleaver.sender.clear()
 
     def _forget(self, key: str) -> None:
         self.jobs.pop(key, None)
@@ -122,6 +130,11 @@ class Host:
             for other in left:
                 other.failed_beside |= live.run.error is not None
                 other.run.beside = [each.run for each in left if each is not other]
+            live.run.let_go()
+            if left and live.request in self._going:
+                self._going[live.request] = left
+            else:
+                self._going.pop(live.request, None)
             if not left:
                 del self._live[live.request]
 
@@ -139,7 +152,7 @@ class Host:
             lives.append(self._begun(_NOTHING, tag.group, new, 0))
         if not lives:
             return
-        self._live[request] = lives
+        self._live[request] = self._going[request] = lives
         for order, live in enumerate(lives):
             self._by_key.setdefault(live.key, []).append(live)
             live.run.order, live.run.beside = order, [each.run for each in lives if each is not live]
@@ -188,23 +201,28 @@ class Host:
     def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[BlockRun]]:
         """The runs that go on beside these requests, by request, told how many rows each has in this step."""
         found: dict[str, list[BlockRun]] = {}
-        if self._live:
-            for request, rows in scheduled.items():
-                if lives := self._live.get(request):
-                    found[request] = [live.run for live in lives]
-                    for live in lives:
-                        live.run.rows = rows
+        for request, lives in self._going.items():
+            if rows := scheduled.get(request):
+                found[request] = [live.run for live in lives]
+                for live in lives:
+                    live.run.rows = rows
         return found
 
-    def released(self, requests: Iterable[str]) -> frozenset[str]:
-        """Of these requests, those that may be preempted from now on."""
-        return frozenset(request for request in requests if all(map(_bears_preemption, self._live.get(request, ()))))
-
-    def ended(self, requests: Iterable[str]) -> frozenset[str]:
-        """Of these requests, those that end here: a block of theirs failed, or called ``tracer.stop()``."""
-        return frozenset(
-            request for request in requests if any(_over(live.run) for live in self._live.get(request, ()))
-        )
+    def after_step(self, runs: Mapping[str, list[BlockRun]]) -> tuple[frozenset[str], frozenset[str]]:
+        """Of these requests, those that end here, since a block of theirs failed or called ``tracer.stop()``, and
+        those that may be preempted from now on. What blocks that have ended saved is sent to the host."""
+        over: set[str] = set()
+        released: set[str] = set()
+        for request in [request for request, each in runs.items() if any(map(_is_settled, each))]:
+            lives = self._live.get(request, ())
+            if any(live.run.stopping or (live.run.done and live.run.error is not None) for live in lives):
+                over.add(request)
+            if all(map(_bears_preemption, lives)):
+                released.add(request)
+            if self.interleaver.leaves_ended_out and all(live.run.done and not live.run.recorders for live in lives):
+                self._going.pop(request, None)
+                self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in lives])
+        return frozenset(over), frozenset(released)
 
 
 def run_key(request: str, edit: int | None) -> str:
@@ -212,13 +230,13 @@ def run_key(request: str, edit: int | None) -> str:
     return request if edit is None else f"{request}/{edit}"
 
 
+def _is_settled(run: BlockRun) -> bool:
+    return run.done or run.stopping or run.waiting is RESULT
+
+
 def _bears_preemption(live: _Live) -> bool:
     run = live.run
     return not live.whole or (not run.edited and not run.recorders and (run.done or run.waiting == RESULT))
-
-
-def _over(run: BlockRun) -> bool:
-    return run.stopping or (run.done and run.error is not None)
 
 
 _NOTHING = Job("", FunctionBlock(lambda tracer: None))

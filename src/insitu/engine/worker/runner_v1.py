@@ -112,6 +112,7 @@ class V1Adapter(Adapter):
         output = original(*args, **kwargs)
         # Under asynchronous scheduling the output itself is still to come.
         self.mark_ended(getattr(output, "_model_runner_output", output))
+        self.use_wait(output)
         return output
 
 

@@ -114,6 +114,7 @@ class V2Adapter(Adapter):
         output = original(*args, **kwargs)
         if output is not None:
             self.mark_ended(getattr(output, "model_runner_output", output))
+            self.use_wait(output)
         return output
 
 

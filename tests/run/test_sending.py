@@ -1,0 +1,81 @@
+"""Values sent to the host ahead are those that were there, and only while they are as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from insitu.run.program import Home
+from insitu.run.sending import Sender
+
+
+def sender() -> Sender:
+    return Sender(is_far=lambda tensor: True)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (300, 400)], ids=["many small ones", "large ones"])
+def test_what_was_sent_is_found_with_memory_of_its_own(shape: tuple[int, int]) -> None:
+    values = [torch.randn(shape) for _ in range(6)]
+    one = sender()
+    one.send({"rows": values, "again": values[0]})
+    found = one.find(values)
+    assert found is not None
+    assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+    assert len({each.untyped_storage().data_ptr() for each in [*found, *values]}) == 12
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in found)
+
+
+def test_rows_of_a_tensor_are_sent_as_one() -> None:
+    memory = torch.randn(5, 4)
+    rows = memory.unsafe_split(1)
+    one = sender()
+    one.send_rows(memory, rows)
+    found = one.find([rows[3], rows[0]])
+    assert found is not None
+    assert found[0].tolist() == memory[3:4].tolist()
+    assert found[1].tolist() == memory[:1].tolist()
+
+
+def test_what_was_changed_or_not_sent_is_not_found() -> None:
+    values = [torch.randn(3) for _ in range(5)]
+    one = sender()
+    one.send(values)
+    values[2] += 1
+    assert one.find(values[:2]) is not None
+    assert one.find(values) is None
+    assert one.find([values[0], torch.zeros(3)]) is None
+    assert one.find([values[0], 3]) is None
+    assert one.find([]) is None
+    one.clear()
+    assert one.find(values[:2]) is None
+
+
+def test_values_come_home_from_where_they_were_sent() -> None:
+    rows = list(torch.randn(6, 4).unsafe_split(1))
+    one = sender()
+    one.send(rows)
+    changed = rows[5].clone()
+    given: Any = {"rows": rows, "alone": rows[1], "pair": (rows[0], changed)}
+    home = Home(one)
+    brought = home._ordinary(given)
+    assert brought["rows"][1] is brought["alone"]
+    assert brought["pair"][0] is brought["rows"][0]
+    assert [each.tolist() for each in brought["rows"]] == [each.tolist() for each in rows]
+
+
+def test_what_nobody_holds_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    import insitu.run.sending as sending
+
+    monkeypatch.setattr(sending, "_MOST_HELD", 10_000)
+    one, kept = sender(), []
+    for number in range(40):
+        memory = torch.full((10, 16), float(number))
+        rows = memory.unsafe_split(1)
+        one.send_rows(memory, rows)
+        if number % 10 == 0:
+            kept.append(rows[3])
+        del rows
+    assert one.find(kept) is not None
+    assert len(one._pages) < 30
