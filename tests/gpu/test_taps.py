@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 
 import insitu
-from tests.engine.test_taps import BLOCKS, PLACES, PROMPTS, SETTINGS, Block, flat, name_of, read_streams, replace_output
+from tests.engine.test_taps import (
+    AHEAD,
+    BLOCKS,
+    PLACES,
+    PROMPTS,
+    SETTINGS,
+    Block,
+    flat,
+    name_of,
+    read_streams,
+    replace_output,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +67,15 @@ def test_blocks_of_all_kinds_in_one_batch(engines: Any) -> None:
         return value
 
     for ours, wanted, block in zip(run(engines[0]), run(engines[1]), BLOCKS, strict=True):
+        assert_same(ours, wanted, block.__name__)
+
+
+@pytest.mark.parametrize("block", AHEAD, ids=name_of)
+def test_blocks_that_run_ahead_of_their_requests(engines: Any, block: Block) -> None:
+    settings = {**FORCED, "max_tokens": 24}
+    prompts = [[*PROMPTS[i % 4], 10 + i] for i in range(24)]
+    for _ in range(3):
+        ours, wanted = [each.run(functools.partial(block, each), prompts, **settings) for each in engines]
         assert_same(ours, wanted, block.__name__)
 
 

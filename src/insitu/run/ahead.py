@@ -17,7 +17,7 @@ from insitu.run.promised import Like, Promisable, PromisedServed, Target
 from insitu.run.served import Rows, Served
 from insitu.tree import Place
 
-_BURST = 8
+_BURST = 0
 _MOST_BYTES = 2**29
 _VECTORS = 2048
 
@@ -65,8 +65,6 @@ class Ahead:
         self._requests = requests
         self.now = self._coming.pop(self._step, None) or Coming()
         self._bytes -= sum(page.memory.nbytes for page in self.now.pages.values())
-        if not self._coming and not self.now:
-            self.forget()
 
     @property
     def has_room(self) -> bool:

@@ -103,6 +103,10 @@ class Interleaver:
     def idle(self) -> None:
         """Instead of ``begin``, in a step without runs."""
 
+    def forget(self) -> None:
+        """There are no runs any more."""
+        self.sender.clear()
+
     def open(self, rows: RowsOf) -> None:
         """From here to ``close`` the modules that runs wait for are watched."""
         self.rows = rows

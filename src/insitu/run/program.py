@@ -69,9 +69,19 @@ class Home:
     def _ordinary(self, value: Any) -> Any:
         if id(value) in self._made:
             return self._made[id(value)][1]
-        if type(value) is list and (found := self._sender.find(value)) is not None:
-            self._made[id(value)] = (value, found)
-            return found
+        if type(value) is list and value:
+            found = self._sender.find(value)
+            rest = [part for part, sent in zip(value, found, strict=True) if sent is None]
+            if not rest:
+                self._made[id(value)] = (value, found)
+                return found
+            if len(rest) < len(value):
+                mine: list[Any] = []
+                self._made[id(value)] = (value, mine)
+                mine.extend(
+                    self._ordinary(part) if sent is None else sent for part, sent in zip(value, found, strict=True)
+                )
+                return mine
         if type(value) is list and len(value) >= FEW:
             self._made.update(
                 (id(old), (old, new)) for old, new in brought_together(value) if id(old) not in self._made
@@ -87,7 +97,8 @@ class Home:
         if isinstance(value, tuple):
             made = rebuilt(value, [self._ordinary(part) for part in value])
         elif isinstance(value, torch.Tensor):
-            made = (self._sender.find([value]) or [_ordinary_tensor(value)])[0]
+            sent = self._sender.find([value])[0]
+            made = _ordinary_tensor(value) if sent is None else sent
         else:
             return value
         self._made[id(value)] = (value, made)

@@ -116,20 +116,17 @@ class Sender:
         for tensor in sent.tensors:
             self._known.pop(id(tensor), None)
 
-    def find(self, values: Sequence[Any]) -> list[torch.Tensor] | None:
-        """The tensors ``values`` on the host; None if one of them was not sent, or was changed since."""
-        known = self._known
-        entries = [known.get(id(each)) for each in values]
-        if not entries or None in entries:
+    def find(self, values: Sequence[Any]) -> list[torch.Tensor | None]:
+        """The tensors among ``values`` on the host; None for what was not sent, or was changed since."""
+        return [
+            self._found(each, entry) for each, entry in zip(values, map(self._known.get, map(id, values)), strict=True)
+        ]
+
+    def _found(self, value: Any, entry: tuple[Sent, int] | None) -> torch.Tensor | None:
+        if entry is None:
             return None
-        found: list[torch.Tensor] = []
-        for tensor, entry in zip(values, entries, strict=True):
-            assert entry is not None
-            sent, number = entry
-            if tensor._version != sent.versions[number]:
-                return None
-            found.append(sent.copies()[number])
-        return found
+        sent, number = entry
+        return sent.copies()[number] if value._version == sent.versions[number] else None
 
     def clear(self) -> None:
         """Nothing that was sent is going to be asked for any more."""

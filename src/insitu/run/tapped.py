@@ -121,6 +121,11 @@ class TappedInterleaver(Interleaver):
         self._sleepers.clear()
         self._taps.set({}, {})
 
+    def forget(self) -> None:
+        super().forget()
+        self.ahead.forget()
+        self._sleepers.clear()
+
     def _go_on(self, run: BlockRun, most: int | None = None) -> None:
         takes = self._takes_promises(run)
         run.promise, run.limit = (self._promise, self.ahead.limit(run, most)) if takes else (None, run.wake)
@@ -144,7 +149,7 @@ class TappedInterleaver(Interleaver):
         if not run.started or run.done or (run.rows != 1 and run.length is None) or _has_company(run):
             return False
         habit = self._habits.of_decoding(run)
-        known = (habit.edits or habit.reads) and not habit.needs_values and not habit.leaves_taps
+        known = habit.edits and not habit.needs_values and not habit.leaves_taps
         return known and self.in_use and not run.names_source and not run.writes_unseen and not self.anatomy.batched
 
     def _promise(self, run: BlockRun, place: Place) -> PromisedServed | None:

@@ -6,6 +6,7 @@ What differs between the runners is in ``runner_v1`` and ``runner_v2``, a few sh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -17,9 +18,10 @@ from insitu.engine.lora import Loras
 from insitu.engine.tag import tag_of
 from insitu.engine.worker.following import FollowingHost
 from insitu.engine.worker.host import Host, New
+from insitu.engine.worker.kernels import EagerKernels
 from insitu.engine.worker.logprobs import rescored
 from insitu.engine.worker.ranks import interleaver_of
-from insitu.run import Rows
+from insitu.run import BlockRun, Rows
 from insitu.run.parallel import Follower
 from insitu.run.tapped import TappedInterleaver
 from insitu.run.tapped_ranks import TappedFollower
@@ -43,6 +45,7 @@ class Adapter:
         self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
         if self.loras:
             self.interleaver.calls.beside = self.loras.beside
+        self._kernels = EagerKernels(model)
         self.runs: dict[str, list[Any]] = {}
         self.waits_in_forward = False
         self.tapped = False
@@ -78,6 +81,11 @@ class Adapter:
         """The interleaver, in a step that is ``tapped``."""
         assert isinstance(self.interleaver, (TappedInterleaver, TappedFollower))
         return self.interleaver
+
+    def eager_kernels(self) -> AbstractContextManager[None]:
+        """To be open in an eager step's forward; operations of a module's own code are watched where they are."""
+        watched = any(run.names_source for runs in self.runs.values() for run in runs if isinstance(run, BlockRun))
+        return nullcontext() if watched else self._kernels.used()
 
     def count_again(self) -> None:
         """A tapped step came to need an eager forward after all."""

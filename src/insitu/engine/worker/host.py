@@ -90,18 +90,21 @@ class Host:
         for key, result in results.items():
             ending = self._by_key.get(key, ())
             failed = {live.request for live in ending for each in self._live[live.request] if each.run.error}
-            outcomes[key] = [self._outcome(live, result, live.request in failed) for live in ending]
+            for live in ending:
+                live.failed_beside |= live.run.error is None and live.request in failed
+                self.interleaver.finish(live.run, result)
+                self.interleaver.sender.send((live.execution.saved(), live.run.returned))
+        for key in results:  # all that are to come home are under way
+            outcomes[key] = [self._outcome(live) for live in self._by_key.get(key, ())]
             self._forget(key)
         self._clear_if_idle()
         return outcomes
 
-    def _outcome(self, live: _Live, result: Any, failed: bool) -> Outcome:
-        own = live.run.error
-        self.interleaver.finish(live.run, result)
+    def _outcome(self, live: _Live) -> Outcome:
         ran, about = live.execution, live.about
         lost = ran.lost(about.exports | about.shared) if live.run.error is None else []
         outcome = outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost, self.interleaver.sender)
-        if own is None and (failed or live.failed_beside):
+        if live.failed_beside:
             outcome.error = None  # it was cut short, because another block of its request had failed
         outcome.edit = live.edit
         if live.edit is not None and live.request != live.key:
@@ -121,7 +124,7 @@ class Host:
 
     def _clear_if_idle(self) -> None:
         if not self._by_key:
-            self.interleaver.sender.clear()
+            self.interleaver.forget()
 
     def _forget(self, key: str) -> None:
         self.jobs.pop(key, None)

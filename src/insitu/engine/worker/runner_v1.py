@@ -93,7 +93,8 @@ class V1Adapter(Adapter):
         else:
             self._embedded_ahead = True  # from here on a model that embeds does so inside
             self.interleaver.open(rows)
-        return original(*args, **kwargs)
+        with self.eager_kernels():
+            return original(*args, **kwargs)
 
     def _sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         self.scored, logits = None, kwargs.get("logits", args[0] if args else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from types import MappingProxyType, ModuleType
@@ -54,7 +54,7 @@ class V2Adapter(Adapter):
             return original(scheduled, *args, **kwargs)
         self.begin(scheduled)
         try:
-            with _step(self._path()):
+            with _step(self._path()), self.eager_kernels() if self.waits_in_forward else nullcontext():
                 output = original(scheduled, *args, **kwargs)
             if self.tapped and self.at_taps.after_compiled():
                 self._forward_again()
@@ -87,12 +87,15 @@ class V2Adapter(Adapter):
         inputs = {"input_ids": batch.input_ids, "positions": batch.positions}
         inputs |= {"inputs_embeds": None, "intermediate_tensors": None}
         inputs |= runner.model_state.prepare_inputs(batch, runner.req_states)
-        with set_forward_context(
-            state.attn_metadata,
-            runner.vllm_config,
-            num_tokens=batch.num_tokens_after_padding,
-            slot_mapping=state.slot_mappings_by_layer,
-            skip_compiled=True,
+        with (
+            set_forward_context(
+                state.attn_metadata,
+                runner.vllm_config,
+                num_tokens=batch.num_tokens_after_padding,
+                slot_mapping=state.slot_mappings_by_layer,
+                skip_compiled=True,
+            ),
+            self.eager_kernels(),
         ):
             hidden = runner.model(**inputs)
         runner.execute_model_state = state._replace(hidden_states=hidden)
