@@ -17,7 +17,7 @@ from insitu.run.promised import Like, Promisable, PromisedServed, Target
 from insitu.run.served import Rows, Served
 from insitu.tree import Place
 
-_BURST = 0
+_BURST = 0  # not in use: running ahead, a later engine of the same process was seen to end in a segmentation fault
 _MOST_BYTES = 2**29
 _VECTORS = 2048
 

@@ -133,7 +133,7 @@ class TappedInterleaver(Interleaver):
 
     def work_ahead(self, is_time: Callable[[], bool]) -> None:
         """Between two steps, while ``is_time``: blocks that need no values go on with steps to come."""
-        if threading.get_ident() != self._thread:
+        if not self.ahead.most or threading.get_ident() != self._thread:
             return  # blocks run in one thread only
         with BlockState():
             while self._sleepers and is_time():
