@@ -536,6 +536,50 @@ def test_a_killed_engine_is_an_error_for_all_who_wait(settings: dict[str, Any]) 
     assert all("make a new one" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_whoever_asks_the_engine_while_it_ends_is_told(end: str) -> None:
+    async def main() -> list[BaseException]:
+        model = engine()
+        async with model.trace(PROMPT, **GREEDY):
+            model.logits
+            process = os.getpid().save()
+
+        async def look() -> None:
+            while True:
+                await model.stats()
+
+        async def install() -> None:
+            while True:
+                async with model.edit() as (tracer, edit):
+                    pass
+                await edit.aclear()
+
+        async def trace() -> None:
+            while True:
+                async with model.trace(PROMPT, **GREEDY):
+                    model.logits
+
+        async def long() -> None:
+            async with model.trace(PROMPT, **LONG) as tracer:
+                for step in tracer.iter[:]:
+                    model.resid_post[1].sum()
+
+        async def plain() -> None:
+            await model.generate(PROMPT, **LONG)
+
+        tasks = [asyncio.create_task(each()) for each in (look, install, trace, long, plain)]
+        await asyncio.sleep(0.2)
+        if end == "killed":
+            os.kill(process, signal.SIGKILL)
+        else:
+            model.close()
+        errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        model.close()
+        return errors
+
+    assert {type(error) for error in asyncio.run(main())} == {insitu.EngineError}
+
+
 def test_started_inside_a_loop_with_taps(run: Run) -> None:
     async def main() -> Any:
         async with engine(taps=["resid_post[1]"]) as model:

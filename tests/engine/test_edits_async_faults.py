@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import insitu
-from insitu.block import ArgumentError
+from insitu.block import ArgumentError, EngineError
 from tests import models
 from tests.engine.edits import PROMPT_IDS
 
@@ -155,3 +155,17 @@ def test_whoever_is_cancelled_while_saves_come_home_leaves_nothing(model: Any, r
         return model._engine.installed.outstanding == 0
 
     assert run(main())
+
+
+def test_to_clear_edits_from_another_thread_is_refused_and_leaves_them(model: Any, run: Run) -> None:
+    async def main() -> list[Any]:
+        edit = await watch(model)
+        calls = [edit.aclear, model.aclear_edits, lambda: watch(model)]
+        elsewhere = [asyncio.to_thread(lambda call=call: asyncio.run(call())) for call in calls]
+        return [edit, *await asyncio.gather(*elsewhere, return_exceptions=True)]
+
+    edit, *refused = run(main())
+    assert [type(error) for error in refused] == [EngineError] * 3
+    assert model.edits() == [edit]
+    run(edit.aclear())
+    assert model.edits() == []

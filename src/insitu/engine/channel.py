@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from insitu.block import ArgumentError, EngineError, UnsavedWarning
 from insitu.engine.job import Job
@@ -223,19 +225,26 @@ class AsyncWired(Messages):
     def __init__(self, llm: Any, side: ClientSide, enter: Callable[[], None]) -> None:
         """``enter`` raises where the engine can't be called from."""
         super().__init__(side)
-        self._rpc = llm.collective_rpc
+        self._llm = llm
         self._enter = enter
 
     async def open(self) -> None:
-        await self._rpc("insitu_open")
+        await self._llm.collective_rpc("insitu_open")
 
     async def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
         self._enter()
         return await self._sent(self.packed(method, *args, jobs=jobs))
 
     async def _sent(self, message: bytes) -> Any:
+        # vLLM never answers what it was asked when its engine died. If whoever asks is cancelled, it is asked still.
+        asked = asyncio.ensure_future(self._llm.collective_rpc("insitu_call", args=(message,)))
+        asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        while not (await asyncio.wait([asked], timeout=1))[0]:
+            if self._llm.engine_core.resources.engine_dead:
+                asked.cancel()
+                raise self.failed(EngineDeadError())
         try:
-            answers = await self._rpc("insitu_call", args=(message,))
+            answers = asked.result()
         except Exception as error:
             raise self.failed(error) from error
         return self.answer(answers)

@@ -100,6 +100,7 @@ class AsyncEngine(EngineClient):
 
     async def install(self, edit: Edit, job: Job) -> None:
         """From now on ``job``'s block runs beside every request."""
+        self.home.enter()
         async with self._installing:  # one after the other, so that no two have one name
             number = self.prepare_edit(edit, job)
             try:
@@ -112,6 +113,7 @@ class AsyncEngine(EngineClient):
 
     async def clear(self, edits: Iterable[Edit]) -> None:
         if not self._closed:
+            self.home.enter()
             await self._uninstall(self.installed.remove(edit.number for edit in edits))
             await self._sweep()
 
@@ -225,8 +227,10 @@ class AsyncEngine(EngineClient):
 
     def close(self) -> None:
         self._closed = True
-        self.llm.shutdown()
         loop = self.home.loop
+        if loop is not None and loop.is_running():  # vLLM leaves those waiting whose requests have not ended
+            loop.call_soon_threadsafe(self.llm.output_processor.propagate_error, EngineDeadError())
+        self.llm.shutdown()
         if loop is None or not loop.is_running():
             _close_sockets(self.llm)
 
