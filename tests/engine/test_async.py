@@ -560,12 +560,14 @@ def test_whoever_asks_the_engine_while_it_ends_is_told(end: str) -> None:
                     model.logits
 
         async def long() -> None:
-            async with model.trace(PROMPT, **LONG) as tracer:
-                for step in tracer.iter[:]:
-                    model.resid_post[1].sum()
+            while True:
+                async with model.trace(PROMPT, **LONG) as tracer:
+                    for step in tracer.iter[:]:
+                        model.resid_post[1].sum()
 
         async def plain() -> None:
-            await model.generate(PROMPT, **LONG)
+            while True:
+                await model.generate(PROMPT, **LONG)
 
         tasks = [asyncio.create_task(each()) for each in (look, install, trace, long, plain)]
         await asyncio.sleep(0.2)
