@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
@@ -78,6 +78,9 @@ class Keys:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._keys)
 
     def find(self, given: str) -> Key | None:
         """The key that ``given`` is, or None. Takes the same time whichever it is, and if it is none."""

@@ -3,77 +3,95 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 
 from insitu._version import __version__
 from insitu.block import ArgumentError
 from insitu.engine.client.async_model import AsyncVLLM
+from insitu.engine.server import forms
+from insitu.engine.server.access import Access, RefusedError
 from insitu.engine.server.traces import Traces
 from insitu.net import (
     CONTENT_TYPE,
     Event,
     Failed,
+    Key,
     Keys,
+    Permission,
     TraceRequest,
     WireError,
     decode_frame,
     encode_event,
     encode_frame,
 )
+from insitu.net.form import schema
 
 PREFIX = "/insitu/v1"
 
 
-class RefusedError(Exception):
-    """An answer with another status than 200."""
+class _Route(APIRoute):
+    """Answers what was refused. Not by a handler of the app, which answers every exception in its own way."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
 
-    def response(self) -> JSONResponse:
-        return JSONResponse({"error": {"code": self.code, "message": str(self)}}, self.status)
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RefusedError as error:
+                return error.response()
+
+        return handled
 
 
 def router(model: AsyncVLLM, traces: Traces, keys: Keys) -> APIRouter:
     """insitu's routes. Without keys, everybody who reaches the server may use them."""
-    made = APIRouter(prefix=PREFIX, tags=["insitu"])
+    made = APIRouter(prefix=PREFIX, tags=["insitu"], route_class=_Route)
+    access = Access(keys)
 
     @made.get("/model", summary="The module tree")
     async def tree(request: Request) -> Response:
-        if (refused := _refusal(request, keys)) is not None:
-            return refused
+        access.key(request)
         return JSONResponse(described(model))
 
     @made.get("/tokenizer", summary="The tokenizer, as a tokenizer.json")
     async def tokenizer(request: Request) -> Response:
-        if (refused := _refusal(request, keys)) is not None:
-            return refused
+        access.key(request)
         return tokenizer_of(model)
 
     @made.get("/stats", summary="Steps by path, and traces in flight")
     async def stats(request: Request) -> Response:
-        if (refused := _refusal(request, keys)) is not None:
-            return refused
+        access.key(request)
         return JSONResponse({**dataclasses.asdict(await model.stats()), "in_flight": await model.in_flight()})
 
     @made.post("/trace", summary="Runs blocks beside prompts", response_class=StreamingResponse)
     async def trace(request: Request) -> Response:
-        if (refused := _refusal(request, keys)) is not None:
-            return refused
+        key = access.key(request, Permission.BLOCKS)
+        access.require_room(key)
+        body = await _body(request, traces.wire.header + traces.wire.tensors)
         try:
-            body = await _body(request, traces.wire.header + traces.wire.tensors)
             asked = TraceRequest.of_frame(decode_frame(body, traces.wire), traces.wire)
-        except RefusedError as error:
-            return error.response()
         except WireError as error:
-            return RefusedError(400, error.code, str(error)).response()
-        return StreamingResponse(_encoded(traces.run(asked)), media_type=CONTENT_TYPE)
+            raise RefusedError(400, error.code, str(error)) from None
+        return StreamingResponse(_encoded(traces.run(asked, key), access, key), media_type=CONTENT_TYPE)
+
+    @made.get("/form", summary="The JSON Schema of a form")
+    async def form_schema(request: Request) -> Response:
+        access.key(request)
+        return JSONResponse(schema())
+
+    @made.post("/form", summary="Reads and edits beside a prompt, as JSON says")
+    async def form(request: Request) -> Response:
+        key = access.key(request)
+        access.require_room(key)
+        asked, parsed = forms.parsed(await _body(request, traces.wire.header))
+        with access.running(key):
+            return JSONResponse(await forms.answered(model, asked, parsed, key))
 
     return made
 
@@ -98,7 +116,7 @@ def tokenizer_of(model: AsyncVLLM) -> Response:
     tokenizer = model.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return RefusedError(501, "no-tokenizer", "this model's tokenizer has no tokenizer.json").response()
+        raise RefusedError(501, "no-tokenizer", "this model's tokenizer has no tokenizer.json")
     special: Mapping[str, Any] = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if token}
     return JSONResponse(
         {"tokenizer": backend.to_str(), "special": special, "chat_template": getattr(tokenizer, "chat_template", None)}
@@ -114,22 +132,14 @@ async def _body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-async def _encoded(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+async def _encoded(events: AsyncIterator[Event], access: Access, key: Key) -> AsyncIterator[bytes]:
     try:
-        async for event in events:
-            try:
-                frame = encode_event(event)
-            except ArgumentError as error:
-                frame = encode_event(Failed(error, getattr(event, "invoke", None)))
-            yield encode_frame(frame)
+        with access.running(key):
+            async for event in events:
+                try:
+                    frame = encode_event(event)
+                except ArgumentError as error:
+                    frame = encode_event(Failed(error, getattr(event, "invoke", None)))
+                yield encode_frame(frame)
     finally:
         await events.aclose()  # type: ignore[attr-defined]
-
-
-def _refusal(request: Request, keys: Keys) -> Response | None:
-    if not len(keys):
-        return None
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or keys.find(given) is None:
-        return RefusedError(401, "no-key", "this server asks for a key: Authorization: Bearer KEY").response()
-    return None

@@ -40,8 +40,7 @@ class Routes:
             raise error
         model = AsyncVLLM(args.model)
         model._engine = await attached(engine_client, model)
-        keys = Keys.of_texts([key for key in args.api_key or [] if key], Permission.BLOCKS)
-        self._app.include_router(router(model, Traces(model), keys))
+        self._app.include_router(router(model, Traces(model), _keys(args)))
         state.insitu = model
 
 
@@ -58,6 +57,7 @@ def serve(arguments: Sequence[str]) -> None:
 def parsed(arguments: Sequence[str]) -> Namespace:
     """The arguments as vLLM has them, with what insitu needs of the engine. The address is loopback if left out."""
     parser = make_arg_parser(FlexibleArgumentParser(prog="insitu serve"))
+    parser.add_argument("--insitu-keys", metavar="FILE", help="further keys for insitu's routes: docs/security.md")
     args: Any = parser.parse_args(list(arguments))
     validate_parsed_serve_args(args)
     args.model = getattr(args, "model_tag", None) or args.model
@@ -70,9 +70,25 @@ def parsed(arguments: Sequence[str]) -> Namespace:
         )
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1 or args.pipeline_parallel_size > 1:
         raise ArgumentError("insitu serve runs one API server, one pipeline stage and one data parallel rank")
+    _keys(args)  # a file that can't be read is told before the engine is built
     for name, value in {**OURS, **cpu_memory(_given(args))}.items():
         setattr(args, name, value)
     return args
+
+
+def _keys(args: Any) -> Keys:
+    """Those of ``--api-key``, which are for vLLM's routes too and may send blocks, and those of the file."""
+    keys = Keys.of_texts([key for key in args.api_key or [] if key], Permission.BLOCKS)
+    if args.insitu_keys is None:
+        return keys
+    more = Keys.load(args.insitu_keys)
+    for key in more:
+        if key.permission == Permission.TRUSTED or key.edits:
+            raise ArgumentError(
+                f"--insitu-keys: {key.name!r} may run any code, or install edits, which this version's server does not "
+                f"do: give it the permission 'blocks' or 'form'"
+            )
+    return Keys([*keys, *more])
 
 
 def _given(args: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.plan import Wave
 from insitu.engine.job import Job
 from insitu.guard import GuardedBlock, GuardLimits, restricted
-from insitu.net import Done, Event, Failed, Named, Output, Saves, TraceRequest, WireError, WireLimits
+from insitu.net import Done, Event, Failed, Key, Named, Output, Saves, TraceRequest, WireError, WireLimits
 
 Events = AsyncIterator[Event]
 
@@ -22,13 +22,14 @@ class Traces:
 
     def __init__(self, model: AsyncVLLM, limits: GuardLimits | None = None, wire: WireLimits | None = None) -> None:
         self._model = model
-        self._limits = limits
+        self._limits = limits or GuardLimits()
         self.wire = wire or WireLimits()
 
-    async def run(self, asked: TraceRequest) -> Events:
-        """The events of a trace, of which the last is ``Done``. Closing this early aborts what runs."""
+    async def run(self, asked: TraceRequest, key: Key) -> Events:
+        """The events of a trace, of which the last is ``Done``. Closing this early aborts what runs. ``key``: whose
+        limits it has."""
         try:
-            wave = self.prepared(asked)
+            wave = self.prepared(asked, self._limits.of_key(key.limits))
             async for event in self._events(wave, asked.stream):
                 yield event
         except (InsituError, WireError, ValueError, TypeError) as error:
@@ -53,7 +54,7 @@ class Traces:
             lost = [(one.filename, one.lineno, one.holder, one.deleted) for one in result.lost]
             yield Saves(number, result.saves, result.returned, lost, result.output)
 
-    def prepared(self, asked: TraceRequest) -> Wave:
+    def prepared(self, asked: TraceRequest, limits: GuardLimits) -> Wave:
         """Raises, before anything runs, what is to be said of a request that can't."""
         engine = self._model._running()
         tracer = AsyncTrace(engine, [], {})
@@ -68,7 +69,7 @@ class Traces:
             raise WireError(f"nothing of the kind {ref.kind!r:.40} is known here", "unknown")
 
         wave: Wave = []
-        for number, one in enumerate(restricted(asked, named, self._limits, self.wire)):
+        for number, one in enumerate(restricted(asked, named, limits, self.wire)):
             block: Any = one.block
             values = one.values if isinstance(one.block, GuardedBlock) else {}
             job = Job(uuid.uuid4().hex, block, values, "<client>", tracer, shared=frozenset(one.shared), invoke=number)

@@ -1,0 +1,98 @@
+"""Runs a form: what is asked and answered in JSON, without Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from insitu.block import InsituError
+from insitu.engine.client.async_model import AsyncVLLM
+from insitu.engine.server.access import RefusedError
+from insitu.guard import GuardLimits
+from insitu.net import Key
+from insitu.net.errors import FormError
+from insitu.net.form import Form
+from insitu.net.form import parsed as parsed_form
+from insitu.net.form_block import form_block
+
+
+class Sampling(msgspec.Struct, forbid_unknown_fields=True):
+    """What of the sampling a form may set; vLLM's names."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: list[str] | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request: a prompt (a text, token ids or a chat), a form, and sampling settings."""
+
+    prompt: str | list[int | dict[str, str]]
+    form: msgspec.Raw
+    sampling: Sampling = msgspec.field(default_factory=Sampling)
+    edits: list[str] | None = None
+
+
+def parsed(body: bytes) -> tuple[Asked, Form]:
+    """Raises ``RefusedError`` with a code and, in the message, the path of what is wrong."""
+    try:
+        asked = msgspec.json.decode(body, type=Asked)
+        return asked, parsed_form(bytes(asked.form))
+    except FormError as error:
+        raise RefusedError(400, error.code, f"form: {error}") from None
+    except msgspec.ValidationError as error:
+        raise RefusedError(400, "invalid", str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(400, "malformed", f"this is no JSON: {error}") from None
+
+
+async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict[str, Any]:
+    """What was generated and read. Raises ``RefusedError`` for what this model or this prompt can't do."""
+    limits = GuardLimits().of_key(key.limits)
+    settings = msgspec.structs.asdict(asked.sampling)
+    if asked.edits is not None:
+        settings["edits"] = asked.edits
+
+    def beside(tracer: Any) -> Any:
+        return block(tracer), tracer.result
+
+    try:
+        block = form_block(form, model, limits.saved_bytes)
+        found, result = await model.run(beside, asked.prompt, **settings)
+    except FormError as error:
+        raise RefusedError(400, error.code, f"form: {error}") from None
+    except (InsituError, ValueError, TypeError) as error:
+        raise RefusedError(400, type(error).__name__, str(error)) from None
+    completion = result.outputs[0]
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "prompt_token_ids": list(result.prompt_token_ids),
+        "finish_reason": completion.finish_reason,
+        "saves": {name: _as_json(value) for name, value in found.items()},
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers as they are; what JSON has no number for, as null."""
+    if isinstance(value, torch.Tensor):
+        values = value.detach().float() if value.is_floating_point() else value
+        return _finite(values.tolist()) if not torch.isfinite(values).all() else values.tolist()
+    return [_as_json(each) for each in value]
+
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_finite(each) for each in values]
+    return values if abs(values) < float("inf") else None
