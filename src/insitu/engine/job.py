@@ -67,7 +67,20 @@ class Job:
         return _BlockExecution(self.block, values, self.module_name)
 
 
-class _CalledExecution:
+class _Nameless:
+    """A function saves and binds no names: what it returns comes home."""
+
+    def saved(self) -> dict[str, Any]:
+        return {}
+
+    def bound(self, names: Iterable[str]) -> dict[str, Any]:
+        return {}
+
+    def lost(self, others: Iterable[str]) -> list[Lost]:
+        return []
+
+
+class _CalledExecution(_Nameless):
     """A function from the network (``insitu.guard.GuardedFunction``)."""
 
     def __init__(self, function: Any, tracer: Any) -> None:
@@ -79,15 +92,6 @@ class _CalledExecution:
 
     def text(self) -> Text:
         return self._function.text()
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def bound(self, names: Iterable[str]) -> dict[str, Any]:
-        return {}
-
-    def lost(self, others: Iterable[str]) -> list[Lost]:
-        return []
 
 
 class _BlockExecution:
@@ -113,7 +117,7 @@ class _BlockExecution:
         return self._block.lost(self._saves, self.namespace, {*self.saved(), *others})
 
 
-class _FunctionExecution:
+class _FunctionExecution(_Nameless):
     def __init__(self, block: FunctionBlock, tracer: Any) -> None:
         self._block = block
         self._tracer = tracer
@@ -124,12 +128,3 @@ class _FunctionExecution:
 
     def text(self) -> Text:
         return self._block.fn
-
-    def saved(self) -> dict[str, Any]:
-        return {}
-
-    def bound(self, names: Iterable[str]) -> dict[str, Any]:
-        return {}
-
-    def lost(self, others: Iterable[str]) -> list[Lost]:
-        return []
