@@ -51,12 +51,6 @@ def test_an_argument_that_vllm_does_not_have(tiny_folder: Any, argument: dict[st
         insitu.VLLM(tiny_folder("llama"), dispatch=True, **argument)
 
 
-@pytest.mark.parametrize("argument", [{"mode": "async"}])
-def test_what_this_version_does_not_do_yet(argument: dict[str, Any]) -> None:
-    with pytest.raises(insitu.ArgumentError, match="this version"):
-        insitu.VLLM("anything", **argument)
-
-
 def test_making_a_model_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys, insitu; model = insitu.VLLM('some/model', dtype='float32'); repr(model); model.in_flight(); "

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from insitu.block.syntax import syntax_tree
+
 __all__ = ["Source", "compile_quietly", "compiled", "future_flags", "register", "sources"]
 
 _CALLERS_ASKED = 20
@@ -165,8 +167,7 @@ def _parse(text: str, filename: str) -> ast.Module | None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-                _parsed[key] = compile(text, filename, "exec", flags, dont_inherit=True)
+                _parsed[key] = syntax_tree(text, filename, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         while len(_parsed) > 8:

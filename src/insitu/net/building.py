@@ -10,6 +10,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from insitu.block import ArgumentError, Block
+from insitu.block.syntax import syntax_tree
 from insitu.net.refs import Named
 from insitu.net.requests import FunctionSource, InvokeRequest, TraceRequest
 from insitu.net.sources import CodeSource, block_source
@@ -115,7 +116,7 @@ def _has_long_text(node: ast.AST) -> bool:
 
 def _node_of(code: CodeType, lines: Sequence[str]) -> ast.FunctionDef | ast.Lambda | None:
     try:
-        tree = ast.parse("".join(lines))
+        tree = syntax_tree("".join(lines))
     except (SyntaxError, ValueError, RecursionError):
         return None
     found = []

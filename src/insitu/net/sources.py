@@ -13,6 +13,7 @@ from insitu.block import Block
 from insitu.block.marks import Unmark
 from insitu.block.rewrite import rewritten
 from insitu.block.source import compile_quietly
+from insitu.block.syntax import syntax_tree
 from insitu.block.walk import clone
 from insitu.net.errors import WireError
 
@@ -47,7 +48,7 @@ class CodeSource:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                whole = ast.parse("if 1:\n" + self.text)
+                whole = syntax_tree("if 1:\n" + self.text)
             _require_shallow(whole)
         except SyntaxError as error:
             line = self.first + (error.lineno or 2) - 2

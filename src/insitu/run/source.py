@@ -17,6 +17,7 @@ from typing import Any
 from insitu.block import LocationError
 from insitu.block.mangle import Mangler, mangled
 from insitu.block.source import compile_quietly, future_flags
+from insitu.block.syntax import syntax_tree
 from insitu.block.verify import compiles_to
 from insitu.block.walk import clone
 from insitu.run.op_tree import OPERATORS, STOP, find, stop_at
@@ -115,7 +116,7 @@ def _definition(tree: ast.Module, code: CodeType, qualname: str) -> ast.Function
 @functools.lru_cache(maxsize=8)
 def _tree(text: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        return syntax_tree(text)
     except SyntaxError:
         return ast.Module([], [])
 
@@ -124,7 +125,7 @@ def _compiled(definition: ast.FunctionDef, code: CodeType, qualname: str, extra:
     """The code of a function that has the free variables of ``code``, and ``extra`` ones."""
     definition = Mangler(_class_of(qualname)).visit(definition)
     _take_rest_away(definition)
-    module = ast.parse("def around(): pass")
+    module = syntax_tree("def around(): pass")
     around = module.body[0]
     assert isinstance(around, ast.FunctionDef)
     around.args.args = [ast.arg(name) for name in (*code.co_freevars, *extra)]

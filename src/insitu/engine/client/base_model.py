@@ -183,7 +183,8 @@ def needing_vllm(start: Callable[[], Any]) -> Any:
     try:
         return start()
     except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
         raise EngineError(
-            f"running a model needs vLLM, and here `{error.name}` is missing: pip install 'insitu[cpu]' for the "
-            f"CPU build, 'insitu[cuda]' for NVIDIA GPUs"
+            f"running a model needs vLLM, and here `{missing}` is missing: pip install 'insitu[cpu]' for the CPU "
+            f"build, 'insitu[cuda]' for NVIDIA GPUs"
         ) from error

@@ -130,8 +130,9 @@ class Host:
         self.jobs.pop(key, None)
         for live in self._by_key.pop(key, ()):
             left = self._live[live.request] = [each for each in self._live[live.request] if each is not live]
+            cause = live.run.error is not None and not live.failed_beside
             for other in left:
-                other.failed_beside |= live.run.error is not None
+                other.failed_beside |= cause and other.run.error is None
                 other.run.beside = [each.run for each in left if each is not other]
             live.run.let_go()
             if left and live.request in self._going:
