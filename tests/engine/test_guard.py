@@ -18,6 +18,8 @@ from tests.docs import pages
 from tests.engine import remote
 from tests.engine.helpers import PROMPT, layers
 
+pytestmark = pytest.mark.in_process
+
 PROMPTS = [PROMPT, "The capital of Japan is", "Water boils at"]
 SCALE = 2.0
 

@@ -14,6 +14,7 @@ from insitu.engine.client.base_model import BaseModel
 from insitu.engine.client.edit import EditTracer
 from insitu.engine.client.model import VLLM
 from insitu.engine.client.plan import BaseTrace, Invoke
+from insitu.engine.client.trace import Trace
 from insitu.run import Interleaver
 from insitu.tree import Node, path_of
 
@@ -79,8 +80,8 @@ class WorkerSide:
             return self._block(*rest)
         return found(name, self.model)
 
-    def _tracer(self, number: int, has_prompt: bool) -> BaseTrace:
-        tracer = BaseTrace.__new__(BaseTrace)
+    def _tracer(self, number: int, has_prompt: bool) -> Trace:
+        tracer = Trace.__new__(Trace)
         vars(tracer).update(_engine=self.model._engine, _invocations=None, insitu_name=number)
         vars(tracer)["_prepared"] = [None] * has_prompt  # which tells its refusals
         return tracer
