@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.engine.helpers import Run
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -26,3 +29,10 @@ def no_edits_left(request: pytest.FixtureRequest) -> Iterator[None]:
         model.clear_edits()
         assert model.edits() == []
         assert model.in_flight() == 0
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    loop = asyncio.new_event_loop()
+    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, 100))
+    loop.close()

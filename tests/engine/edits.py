@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 PROMPT_IDS = [5, 90, 33, 400]
+OTHER = "Water boils at"
+ONE = {"temperature": 0.0, "max_tokens": 1}
+GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 
 def steer(model: Any, value: Any, name: str | None = None, layer: int = 1) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from tests import models
 
 BOUND = 1e-5
 PROMPT = "The Eiffel Tower is in the city of"
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end, on the event loop of a file's tests."""
 
 
 def ids_of(name: str, text: str = PROMPT) -> list[int]:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,25 +16,17 @@ import torch
 
 import insitu
 from tests import models
-from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
+from tests.engine.helpers import PROMPT, Run, assert_close, hf_stream, ids_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 GREEDY = {"temperature": 0.0, "max_tokens": 1}
 LONG = {"temperature": 0.0, "max_tokens": 150, "ignore_eos": True}
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def engine(**settings: Any) -> Any:
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 64, **settings}
     return insitu.VLLM(models.tiny("llama"), mode="async", **settings)
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    loop = asyncio.new_event_loop()
-    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, 100))
-    loop.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 import insitu
-from tests.engine.edits import PROMPT_IDS, steer, tokens_of
+from tests.engine.edits import GREEDY, ONE, PROMPT_IDS, steer, tokens_of
 from tests.engine.helpers import (
     PROMPT,
     assert_close,
@@ -21,10 +21,6 @@ from tests.engine.helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_edits_left")
-
-ONE = {"temperature": 0.0, "max_tokens": 1}
-GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
-OTHER = "Water boils at"
 
 
 # Errors.

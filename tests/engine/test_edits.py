@@ -10,7 +10,7 @@ import torch
 from vllm import SamplingParams
 
 import insitu
-from tests.engine.edits import PROMPT_IDS, steer, tokens_of
+from tests.engine.edits import GREEDY, ONE, OTHER, PROMPT_IDS, steer, tokens_of
 from tests.engine.helpers import (
     PROMPT,
     assert_close,
@@ -27,10 +27,6 @@ from tests.engine.helpers import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_edits_left")
-
-ONE = {"temperature": 0.0, "max_tokens": 1}
-GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
-OTHER = "Water boils at"
 
 
 # What runs under an edit, and what it gives.

@@ -12,17 +12,9 @@ import insitu
 from insitu.block import ArgumentError, EngineError
 from tests import models
 from tests.engine.edits import PROMPT_IDS
+from tests.engine.helpers import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
-
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    loop = asyncio.new_event_loop()
-    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, 100))
-    loop.close()
 
 
 @pytest.fixture(scope="module")

@@ -223,6 +223,16 @@ def assert_same(ours: Any, wanted: Any, what: str) -> None:
         assert difference(one, two) < 2e-5, f"{what}, value {i}"
 
 
+def in_one_batch(engine: Any, settings: dict[str, Any]) -> list[Any]:
+    """What each kind of block gives, all in one trace."""
+    with engine.trace(**settings) as tracer:
+        for i, block in enumerate(BLOCKS):
+            with tracer.invoke(PROMPTS[i % 4]):
+                value = block(engine, tracer)
+                insitu.save(value)
+    return value
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=name_of)
 def test_a_block_gives_what_it_gives_by_eager_steps(model: Any, llama: Any, block: Block) -> None:
     for _ in range(2):  # the second time it is known what the block does
@@ -232,15 +242,7 @@ def test_a_block_gives_what_it_gives_by_eager_steps(model: Any, llama: Any, bloc
 
 
 def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
-    def run(engine: Any) -> Any:
-        with engine.trace(**SETTINGS) as tracer:
-            for i, block in enumerate(BLOCKS):
-                with tracer.invoke(PROMPTS[i % 4]):
-                    value = block(engine, tracer)
-                    insitu.save(value)
-        return value
-
-    for ours, wanted, block in zip(run(model), run(llama), BLOCKS, strict=True):
+    for ours, wanted, block in zip(in_one_batch(model, SETTINGS), in_one_batch(llama, SETTINGS), BLOCKS, strict=True):
         assert_same(ours, wanted, block.__name__)
 
 

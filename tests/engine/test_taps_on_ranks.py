@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-import insitu
 from insitu.block import InsituError, LocationError, UnknownModuleError
 from tests.engine.helpers import own_engine, plain
-from tests.engine.test_taps import BLOCKS, PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of, read_streams
+from tests.engine.test_taps import (
+    BLOCKS,
+    PLACES,
+    PROMPTS,
+    SETTINGS,
+    Block,
+    assert_same,
+    in_one_batch,
+    name_of,
+    read_streams,
+)
 
 pytestmark = [pytest.mark.slow]
 
@@ -55,16 +64,10 @@ def test_a_block_gives_what_it_gives_by_eager_steps(model: Any, llama: Any, bloc
 
 
 def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
-    def run(engine: Any) -> Any:
-        with engine.trace(**SETTINGS) as tracer:
-            for i, block in enumerate(BLOCKS):
-                with tracer.invoke(PROMPTS[i % 4]):
-                    value = block(engine, tracer)
-                    insitu.save(value)
-        return value
-
     for _ in range(2):
-        for ours, wanted, block in zip(run(model), run(llama), BLOCKS, strict=True):
+        for ours, wanted, block in zip(
+            in_one_batch(model, SETTINGS), in_one_batch(llama, SETTINGS), BLOCKS, strict=True
+        ):
             assert_same(ours, wanted, block.__name__)
 
 

@@ -20,6 +20,7 @@ from tests.engine.test_taps import (
     SETTINGS,
     Block,
     flat,
+    in_one_batch,
     name_of,
     read_streams,
     replace_output,
@@ -58,15 +59,7 @@ def test_a_block_gives_what_it_gives_by_eager_steps(engines: Any, block: Block) 
 
 
 def test_blocks_of_all_kinds_in_one_batch(engines: Any) -> None:
-    def run(engine: Any) -> Any:
-        with engine.trace(**FORCED) as tracer:
-            for i, block in enumerate(BLOCKS):
-                with tracer.invoke(PROMPTS[i % 4]):
-                    value = block(engine, tracer)
-                    insitu.save(value)
-        return value
-
-    for ours, wanted, block in zip(run(engines[0]), run(engines[1]), BLOCKS, strict=True):
+    for ours, wanted, block in zip(*(in_one_batch(each, FORCED) for each in engines), BLOCKS, strict=True):
         assert_same(ours, wanted, block.__name__)
 
 
