@@ -55,9 +55,10 @@ class AsyncTrace(BaseTrace, CapturedBody, AsyncCapturedBody):
         return await self._drive(self.plan_function(function))
 
     async def _drive(self, plan: Generator[Wave, list[Result], Any]) -> Any:
-        try:
-            wave = next(plan)
-            while True:
-                wave = plan.send(await self._async_engine.run(wave))
-        except StopIteration as done:
-            return done.value
+        results: Any = None
+        while True:
+            try:
+                wave = plan.send(results)
+            except StopIteration as done:  # the plan's own, not one that the engine let out
+                return done.value
+            results = await self._async_engine.run(wave)

@@ -40,9 +40,10 @@ class Trace(BaseTrace, CapturedBody):
             return self._drive(self.plan_function(function))
 
     def _drive(self, plan: Generator[Wave, list[Result], Any]) -> Any:
-        try:
-            wave = next(plan)
-            while True:
-                wave = plan.send(self._submit(wave))
-        except StopIteration as done:
-            return done.value
+        results: Any = None
+        while True:
+            try:
+                wave = plan.send(results)
+            except StopIteration as done:  # the plan's own, not one that the engine let out
+                return done.value
+            results = self._submit(wave)
