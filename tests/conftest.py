@@ -18,6 +18,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 from collections.abc import Callable, Iterator
 from typing import Any
 
+# Its pytest plugin would import it at the very end, while threads that vLLM left behind may log: CPython 3.11
+# can't make two syntax trees at once.
+import hypothesis  # noqa: F401
 import pytest
 
 

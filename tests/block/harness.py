@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 from insitu.block import Block, CapturedBody, Saves, Site
+from insitu.block.containers import changed
 
 
 class Trace(CapturedBody):
@@ -47,7 +48,7 @@ class Trace(CapturedBody):
         copies: dict[str, Any],
     ) -> None:
         self.saved = saves.collect(namespace, site.block.binds)
-        self.changed = site.scope.changed_unsaved(originals, copies, self.saved)
+        self.changed = [name for name in changed(originals, copies) if name not in self.saved]
         site.scope.bind(self.saved)
 
 

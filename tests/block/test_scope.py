@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from insitu.block import Scope, SourceError
+from insitu.block.containers import changed
 
 module_name_ = "a global"
 
@@ -123,5 +124,5 @@ def test_containers() -> None:
     originals = {"rows": [1], "n": 1}
     copies = scope.copied(originals)
     copies["rows"].append(2)
-    assert scope.changed_unsaved(originals, copies) == ["rows"]
-    assert scope.changed_unsaved(originals, copies, {"rows"}) == []
+    assert originals == {"rows": [1], "n": 1}
+    assert changed(originals, copies) == ["rows"]

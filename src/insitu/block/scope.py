@@ -77,13 +77,6 @@ class Scope:
         """`values` as a block may have them: lists, dicts and sets copied, all else the same objects."""
         return containers.copied(values)
 
-    def changed_unsaved(
-        self, originals: Mapping[str, Any], copies: Mapping[str, Any], saved: Iterable[str] = ()
-    ) -> list[str]:
-        """Names, other than the `saved`, of containers that a block changed in its `copies`."""
-        kept = set(saved)
-        return [name for name in containers.changed(originals, copies) if name not in kept]
-
     def _split(self, mapping: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         variables = _variables(self._code)
         local: dict[str, Any] = {}

@@ -123,6 +123,12 @@ class AsyncEditStatement(_Statement, AsyncCapturedBody):
 
     kind = AsyncEdit
 
+    def __enter__(self) -> NoReturn:
+        raise ArgumentError("this engine is async: write `async with model.edit() as (tracer, edit):`")
+
+    def __exit__(self, *_: Any) -> None:  # Python asks for both before it calls the one
+        ...
+
     async def run_block_async(self, site: Site) -> BaseException | None:
         await self._engine.install(self._edit, self._edit.job(site))
         return None
