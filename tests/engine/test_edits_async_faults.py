@@ -164,7 +164,7 @@ def test_to_clear_edits_from_another_thread_is_refused_and_leaves_them(model: An
 
 
 def test_a_with_that_does_not_wait_is_refused_with_the_one_that_does(model: Any) -> None:
-    with pytest.raises(ArgumentError, match="`async with model.edit"):
+    with pytest.raises(ArgumentError, match=r"`async with model\.edit"):
         with model.edit() as (_, _edit):
             pass
     assert model.edits() == []
