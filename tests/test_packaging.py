@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -51,6 +52,12 @@ def test_version_and_licence(metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
+def test_what_is_to_be_cited_has_the_same_version(metadata: Message) -> None:
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited
+    assert cited[1] == metadata["Version"]
+
+
 def test_vllm_and_torch_come_with_extras_only(metadata: Message) -> None:
     requirements = metadata.get_all("Requires-Dist") or []
     base = [requirement for requirement in requirements if "extra ==" not in requirement]
@@ -67,3 +74,19 @@ def test_imports_with_the_standard_library_alone(wheel: Path) -> None:
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code, wheel], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1] == "False"
+
+
+@pytest.mark.slow
+def test_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    # What it depends on comes from an index, which a test does not ask; `import insitu` needs none of it.
+    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, text=True)
+    code = "import insitu, sys; print(insitu.__version__, {'torch', 'vllm'} & set(sys.modules), insitu.VLLM('a'))"
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    declared = re.search(r'"(.+)"', (ROOT / "src/insitu/_version.py").read_text())
+    assert declared
+    assert done.stdout.startswith(f"{declared[1]} set()"), done.stdout
+    assert (tmp_path / "env" / "bin" / "insitu").exists()

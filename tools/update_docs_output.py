@@ -1,4 +1,4 @@
-"""Runs the code of the pages in docs/ and writes down what it prints. Run by `make docs-output`."""
+"""Runs the code of the pages in docs/ and of notebooks/, and writes down what it prints. Run by `make docs-output`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.docs import pages
+import nbformat
+
+from tests.docs import notebooks, pages
 
 
 def main() -> None:
@@ -18,6 +20,9 @@ def main() -> None:
         after = pages.rewritten(page, pages.run(page))
         page.write_text(after, "utf-8")
         print(f"{page.name}: {'rewritten' if after != before else 'as it was'}")
+    for notebook in notebooks.NOTEBOOKS:
+        nbformat.write(notebooks.run(notebook), notebook)
+        print(f"{notebook.name}: rewritten")
 
 
 if __name__ == "__main__":
