@@ -28,8 +28,8 @@ class Execution(Protocol):
 
     def bound(self, names: Iterable[str]) -> dict[str, Any]: ...
 
-    def lost(self, others: Iterable[str]) -> list[Lost]:
-        """What it saved that comes home neither by itself nor in the names ``others``."""
+    def lost(self, home: Iterable[str]) -> list[Lost]:
+        """What it saved that comes home in none of the names ``home``."""
         ...
 
 
@@ -76,7 +76,7 @@ class _Nameless:
     def bound(self, names: Iterable[str]) -> dict[str, Any]:
         return {}
 
-    def lost(self, others: Iterable[str]) -> list[Lost]:
+    def lost(self, home: Iterable[str]) -> list[Lost]:
         return []
 
 
@@ -113,8 +113,8 @@ class _BlockExecution:
     def bound(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: self.namespace[name] for name in names if name in self.namespace}
 
-    def lost(self, others: Iterable[str]) -> list[Lost]:
-        return self._block.lost(self._saves, self.namespace, {*self.saved(), *others})
+    def lost(self, home: Iterable[str]) -> list[Lost]:
+        return self._block.lost(self._saves, self.namespace, home)
 
 
 class _FunctionExecution(_Nameless):

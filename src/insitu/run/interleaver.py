@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun, in_order
 from insitu.run.calls import Calls
 from insitu.run.modules import ModuleTable
-from insitu.run.ops import Operations
+from insitu.run.ops import Operations, unbound
 from insitu.run.order import VisitOrder, require_to_come
 from insitu.run.recorder import Recorder
 from insitu.run.sending import Sender
@@ -63,6 +62,7 @@ class Interleaver:
         self.ops = Operations(self.modules, self._own_forward)
         self._reached = 0
         self._waiting: dict[Place, list[BlockRun]] = {}
+        self._sourced: set[Place] = set()  # where one has waited whose block names operations
         self._wrapped: dict[int, tuple[torch.nn.Module, Any]] = {}
         self._active: list[str] = []
         self._called: set[int] = set()
@@ -82,6 +82,7 @@ class Interleaver:
     def begin(self, runs: Iterable[BlockRun]) -> bool:
         """Starts what is new, and says whether any run waits for a module in this step's forward."""
         self._waiting.clear()
+        self._sourced.clear()
         runs = list(runs)
         with BlockState():
             for run in runs:
@@ -220,7 +221,12 @@ class Interleaver:
         place = run.waiting
         if place in (None, STEP, RESULT) or not run.in_step:
             return
+        self._wait_at(place, run)
+
+    def _wait_at(self, place: Place, run: BlockRun) -> None:
         self._waiting.setdefault(place, []).append(run)
+        if run.names_source:
+            self._sourced.add(place)
         if self._open:
             self._watch(place)
 
@@ -233,7 +239,7 @@ class Interleaver:
                 self._wrap(path)
             if place.op:
                 self.ops.await_op(place)
-        if any(run.names_source for run in self._waiting.get(place, ())):
+        if place in self._sourced:
             self.ops.await_any(self._around(place))
 
     def _around(self, place: Place) -> list[str]:
@@ -267,9 +273,7 @@ class Interleaver:
         """An operation in a forward with stops."""
         if self.calls.running:
             return function(*args, **kwargs)
-        if isinstance(function, _METHODS) and isinstance(function.__self__, torch.Tensor):
-            # The tensor of a method is its first input.
-            function, args = getattr(type(function.__self__), function.__name__), (function.__self__, *args)
+        function, args = unbound(function, args)
         op = f"{within}.{name}" if within else name
         if self.ops.is_wanted(path, op):
             return self._pass(path, op, function, args, kwargs)
@@ -314,11 +318,13 @@ class Interleaver:
         copies: dict[int, torch.Tensor] = {}
         self.touched = set()
         live = self._write_again(place, live, copies)
-        for run in self._arrived(place):
+        runs = self._arrived(place)
+        ids_below = self._ids_below(place) if runs else 0
+        for run in runs:
             try:
                 refusals.require_not_skipped(place, run.beside)
                 served = self._show(run, place, live)
-                live = served.write_back(copies, self._ids_below(place))
+                live = served.write_back(copies, ids_below)
                 self.touched |= served.touched
                 run.edited |= served.edited and place.in_forward
             except Exception as error:  # whatever a block left there, it is this request's error
@@ -394,6 +400,5 @@ class Interleaver:
         return refusals.missed(place, self.modules, id(self.modules[place.path]) in self._called, passed)
 
 
-_METHODS = (MethodType, BuiltinMethodType)
 _NO_ROWS = Rows(0, 0, 0)
 _BEGUN, _ENDED = (Served(answer, _NO_ROWS, str(STEP)) for answer in (True, False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from insitu.tree import Listing, Operation, Place, join
 
 _Call = tuple[str, str]
 """A module's path, and the operation in its forward whose function is meant; "" for the forward."""
+
+
+def unbound(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A call with the tensor of a method as its first input."""
+    if isinstance(function, (MethodType, BuiltinMethodType)) and isinstance(function.__self__, torch.Tensor):
+        return getattr(type(function.__self__), function.__name__), (function.__self__, *args)
+    return function, args
 
 
 class Operations:

@@ -286,9 +286,7 @@ class Follower(ParallelInterleaver):
         for parked in blocks:
             shadow = self._shadows[parked.request]
             shadow.skipping, shadow.names_source = parked.skipping, parked.names_source
-            self._waiting.setdefault(parked.place, []).append(shadow)
-            if self._open:
-                self._watch(parked.place)
+            self._wait_at(parked.place, shadow)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         if not self._is_awaited(place):

@@ -41,6 +41,7 @@ class Sender:
 
     def __init__(self, is_far: Callable[[torch.Tensor], bool] = _on_a_gpu) -> None:
         self._is_far = is_far
+        self.in_use = is_far is not _on_a_gpu or torch.cuda.is_available()
         self._known: dict[int, tuple[Sent, int]] = {}
         self._pages: list[Sent] = []
         self._held = self._swept = 0

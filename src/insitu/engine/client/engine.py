@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,6 +114,7 @@ class EngineClient:
         self._failure: BaseException | None = None
         self._closed = False
         self._adapters: set[tuple[int, str]] = set()
+        self._checked: tuple[Mapping[str, Any], SamplingParams] | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -157,10 +159,18 @@ class EngineClient:
 
     def prepare_plain(self, prompt: Any, settings: Mapping[str, Any], limits: Limits | None = None) -> Prepared:
         """One without a block of its own, whose prompt may be longer than a step."""
-        self.check(settings)
+        params = self._params(settings)
         limits = limits or replace(self._limits, max_step_tokens=sys.maxsize)
         given = as_prompt(prompt, lambda: self.tokenizer, limits)
-        return Prepared(given, sampling_params(settings), settings.get("lora_request"))
+        return Prepared(given, params, settings.get("lora_request"))
+
+    def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """Those of one request. The settings of a trace, which nobody changes, are checked once for all of its."""
+        known = self._checked
+        if known is None or known[0] is not settings:
+            self.check(settings)
+            known = self._checked = (settings, sampling_params(settings))
+        return copy(known[1])
 
     def prepare_edit(self, edit: Edit, job: Job) -> int:
         """The number of a new edit. Raises ``RequestError`` if the engine can't run any."""

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+from vllm.sampling_params import RequestOutputKind
 
 from insitu.block import ArgumentError
 from insitu.tree import current
@@ -24,6 +26,7 @@ class Request:
     lora: Any = None
 
 
+_OF_TOKENS = {"prompt", "prompt_token_ids", "cache_salt"}
 _THRESHOLDS = (50_000, 20, 1000)
 
 
@@ -65,13 +68,12 @@ class EngineLoop:
         waiting: dict[str, str] = {}
         internal: list[str] = []
         try:
-            for request in requests:
-                (name,) = self._llm.enqueue(
-                    [request.prompt], [request.params], lora_request=request.lora, use_tqdm=False
-                )
-                internal.append(name)
-                waiting[self._external(name)] = request.job
-            with _interrupts_between_steps() as check, _young_garbage_only():
+            with _young_garbage_only(), _interrupts_between_steps() as check:
+                for request in requests:
+                    name = self._enqueue(request)
+                    internal.append(name)
+                    waiting[self._external(name)] = request.job
+                    check()
                 while waiting and self._unfinished():
                     ended: dict[str, Any] = {}
                     for output in self._checked_step():
@@ -85,6 +87,16 @@ class EngineLoop:
         finally:
             if waiting or len(internal) < len(requests):
                 self._engine.abort_request(internal, internal=True)
+
+    def _enqueue(self, request: Request) -> str:
+        """vLLM's own name for it."""
+        if self._engine.model_config.is_encoder_decoder or not request.prompt.keys() <= _OF_TOKENS:
+            (name,) = self._llm.enqueue([request.prompt], [request.params], lora_request=request.lora, use_tqdm=False)
+            return name
+        # As enqueue, of token ids that are checked already.
+        number, given = str(next(self._llm.request_counter)), cast("Any", {"type": "token", **request.prompt})
+        request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        return self._engine.add_request(number, given, request.params, lora_request=request.lora)
 
     def _step(self) -> list[Any]:
         outputs = self._take_step()

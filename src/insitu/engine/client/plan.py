@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from insitu.block import (
@@ -86,7 +87,8 @@ class BaseTrace(Tracer):
                 "invokes are opened in the body of a trace without a prompt: `with model.trace() as tracer:`, "
                 "then `with tracer.invoke(prompt):`"
             )
-        one = Invoke(self._invocations, self._engine.prepare(prompt, merged(self._settings, sampling)))
+        settings = merged(self._settings, sampling) if sampling else self._settings
+        one = Invoke(self._invocations, self._engine.prepare(prompt, settings))
         self._invokes.append(one)
         return one
 
@@ -200,8 +202,11 @@ def _job_of(one: Invocation, shared: frozenset[str]) -> Job:
     return Job(_new_id(), one.block, one.given, one.module_name, exports=exports, shared=shared, invoke=one.index)
 
 
+_PROCESS, _NUMBERS = uuid.uuid4().hex, count()
+
+
 def _new_id() -> str:
-    return uuid.uuid4().hex
+    return f"{_PROCESS}-{next(_NUMBERS)}"
 
 
 def _warn_of_unsaved(captured: Captured, saved: Mapping[str, Any], lost: Sequence[Lost], apart: Sequence[str]) -> None:

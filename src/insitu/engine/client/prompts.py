@@ -34,6 +34,8 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], limits: Limits) -> dict
 
     Raises ``PromptError`` if it is empty, several prompts at once, too long, or none of these.
     """
+    if type(prompt) is list and set(map(type, prompt)) == {int}:
+        return _checked({"prompt_token_ids": prompt.copy()}, limits)
     if isinstance(prompt, str):
         return _checked({"prompt": prompt, "prompt_token_ids": _encoded(prompt, tokenizer)}, limits)
     if isinstance(prompt, Mapping):
@@ -180,7 +182,7 @@ def _checked(prompt: dict[str, Any], limits: Limits) -> dict[str, Any]:
             f"the prompt has {len(ids)} tokens, but a step holds {limits.max_step_tokens} and a block must see its "
             f"prompt whole: load the model with {limits.step_setting}={len(ids)} or more"
         )
-    wrong = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
-    if wrong is not None:
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
         raise PromptError(f"token id {wrong} is not in the vocabulary of {limits.vocab_size}")
     return prompt

@@ -93,17 +93,22 @@ class Host:
             for live in ending:
                 live.failed_beside |= live.run.error is None and live.request in failed
                 self.interleaver.finish(live.run, result)
-                self.interleaver.sender.send((live.execution.saved(), live.run.returned))
+                self._send([live])
         for key in results:  # all that are to come home are under way
             outcomes[key] = [self._outcome(live) for live in self._by_key.get(key, ())]
             self._forget(key)
         self._clear_if_idle()
         return outcomes
 
+    def _send(self, lives: Iterable[_Live]) -> None:
+        if self.interleaver.sender.in_use:
+            self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in lives])
+
     def _outcome(self, live: _Live) -> Outcome:
         ran, about = live.execution, live.about
-        lost = ran.lost(about.exports | about.shared) if live.run.error is None else []
-        outcome = outcome_of(live.run, ran.saved(), ran.bound(about.exports), lost, self.interleaver.sender)
+        saved = ran.saved()
+        lost = ran.lost({*saved, *about.exports, *about.shared}) if live.run.error is None else []
+        outcome = outcome_of(live.run, saved, ran.bound(about.exports), lost, self.interleaver.sender)
         if live.failed_beside:
             outcome.error = None  # it was cut short, because another block of its request had failed
         outcome.edit = live.edit
@@ -225,7 +230,7 @@ class Host:
                 released.add(request)
             if self.interleaver.leaves_ended_out and all(live.run.done and not live.run.recorders for live in lives):
                 self._going.pop(request, None)
-                self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in lives])
+                self._send(lives)
         return frozenset(over), frozenset(released)
 
 

@@ -22,6 +22,7 @@ class Reserved:
         self._cache = cache
         self._max_model_len = max_model_len
         self._needs: dict[str, int] = {}
+        self._known: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._needs)
@@ -54,6 +55,11 @@ class Reserved:
 
     def _blocks(self, tokens: int) -> int:
         tokens = min(tokens, self._max_model_len)
+        if tokens not in self._known:
+            self._known[tokens] = self._computed(tokens)
+        return self._known[tokens]
+
+    def _computed(self, tokens: int) -> int:
         return self._cache.coordinator.get_num_blocks_to_allocate(
             request_id="",
             num_tokens=tokens,

@@ -1,0 +1,112 @@
+"""How many calls of Python's and of C's functions a traced request makes, beside plain vLLM.
+
+`python -m benchmarks.calls`. Counts are the same on a busy machine as on a quiet one, so that a regression
+shows which no clock would.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from rich.console import Console
+from rich.table import Table
+from vllm import SamplingParams
+
+import insitu
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+GREEDY = {"temperature": 0.0, "max_tokens": 1}
+COUNTS = (16, 256, 1024)
+_SOURCE = str(Path(insitu.__file__).parent) + os.sep
+
+
+def cases(model: Any) -> dict[str, Callable[[int], object]]:
+    """What is counted, each a function of the number of requests."""
+    llm, layers = model.vllm_entrypoint, model.model.layers
+
+    def plain(count: int) -> None:
+        prompts = [{"prompt_token_ids": PROMPT} for _ in range(count)]
+        llm.generate(prompts, SamplingParams(**GREEDY, skip_reading_prefix_cache=True), use_tqdm=False)
+
+    def function(count: int) -> None:
+        model.run(lambda tracer: layers[1].output[0], [PROMPT] * count, **GREEDY)
+
+    def invokes(count: int) -> None:
+        with model.trace(**GREEDY) as tracer:
+            for _ in range(count):
+                with tracer.invoke(PROMPT):
+                    a = layers[1].output[0].save()
+
+    def four(count: int) -> None:
+        with model.trace(**GREEDY) as tracer:
+            for _ in range(count):
+                with tracer.invoke(PROMPT):
+                    a = layers[0].output[0].save()
+                    b = layers[1].output[0].save()
+                    c = layers[2].output[0].save()
+                    d = layers[3].output[0].save()
+
+    return {"plain vLLM": plain, "one place, function": function, "one place, invokes": invokes, "four places": four}
+
+
+def calls_of(run: Callable[[], object]) -> Counter[str]:
+    """Calls while ``run`` runs, by room of insitu, and of everything else by ``""``."""
+    counted: Counter[str] = Counter()
+    rooms: dict[str, str] = {}
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event in ("call", "c_call"):
+            file = frame.f_code.co_filename
+            if file not in rooms:
+                parts = file.removeprefix(_SOURCE).split(os.sep)
+                rooms[file] = "/".join(parts[:-1]) if file.startswith(_SOURCE) else ""
+            counted[rooms[file]] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+def measured(model: Any, count: int) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {}
+    for name, run in cases(model).items():
+        run(count)  # the first time, much is compiled and learnt
+        found[name] = calls_of(lambda run=run: run(count))
+    return found
+
+
+def main() -> None:
+    from tests import models
+
+    table = Table("requests together", "work", "calls a request", "more than plain vLLM", "of them insitu's own")
+    with insitu.VLLM(
+        models.tiny("llama"), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=1024
+    ) as model:
+        model.dispatch()
+        for count in COUNTS:
+            found = measured(model, count)
+            plain = found["plain vLLM"].total() / count
+            for name, calls in found.items():
+                each = calls.total() / count
+                own = (calls.total() - calls[""]) / count
+                table.add_row(str(count), name, f"{each:.0f}", f"{each - plain:+.0f}", f"{own:.0f}")
+            where = found["one place, invokes"]
+            print(count, {room: round(number / count, 1) for room, number in where.most_common() if room})
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
