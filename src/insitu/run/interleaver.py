@@ -369,10 +369,7 @@ class Interleaver:
         return in_order(run for run in waiting if run in self.rows)
 
     def _ids_below(self, place: Place) -> int:
-        module = self.modules.by_path.get(place.path)
-        module = getattr(module, "base_layer", module)  # with adapters
-        sizes = (getattr(module, name, None) for name in ("org_vocab_size", "num_embeddings"))
-        return next(filter(None, sizes), self._safe_ids)
+        return self.modules.vocabulary(place.path) or self._safe_ids
 
     def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
         return run.show(live, self._rows_of(run), str(place), self.modules.fixed)

@@ -38,6 +38,12 @@ class ModuleTable:
         inside = any(each.startswith(join(path, "")) for each in self._beside)
         return inside or any(hasattr(part, "kv_cache") for part in self.by_path[path].modules())
 
+    def vocabulary(self, path: str) -> int | None:
+        """How many ids the module there embeds, if it embeds any."""
+        module: Any = self.by_path.get(path)
+        module = getattr(module, "base_layer", module)  # with adapters
+        return getattr(module, "org_vocab_size", None) or getattr(module, "num_embeddings", None)
+
     def __getitem__(self, path: str) -> torch.nn.Module:
         return self.by_path[path]
 
