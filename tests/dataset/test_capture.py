@@ -18,6 +18,7 @@ import insitu
 from insitu import ArgumentError, Captured, CaptureError, UnknownModuleError
 from insitu.dataset import store
 from insitu.dataset.plan import Estimate
+from insitu.dataset.tokens import Tokens
 from tests import models
 from tests.engine.helpers import assert_close
 
@@ -147,15 +148,23 @@ def test_functions_of_the_rows(model: Any, folder: str, texts: list[str], tmp_pa
     directions = torch.randn(2, 128)
     save_file({"directions": directions}, str(tmp_path / "d.safetensors"))
     (tmp_path / "f.py").write_text("def doubled(rows):\n    return rows * 2\n")
+    shapes = {"W_enc": (128, 40), "b_enc": (40,), "W_dec": (40, 128), "b_dec": (128,)}
+    sae = {name: torch.randn(shape) / 10 for name, shape in shapes.items()}
+    save_file(sae, str(tmp_path / "sae.safetensors"))
     wanted = stream(folder, texts[0], 1)
+    rows = list(range(len(wanted)))
     given = {
-        "mean": wanted.mean(0, keepdim=True),
-        f"project:{tmp_path / 'd.safetensors'}": wanted @ directions.T,
-        f"{tmp_path / 'f.py'}:doubled": wanted * 2,
+        "mean": (wanted.mean(0, keepdim=True), None),
+        f"project:{tmp_path / 'd.safetensors'}": (wanted @ directions.T, rows),
+        f"sae:{tmp_path / 'sae.safetensors'}": (
+            ((wanted - sae["b_dec"]) @ sae["W_enc"] + sae["b_enc"]).relu(),
+            rows,
+        ),
+        f"{tmp_path / 'f.py'}:doubled": (wanted * 2, None),
     }
-    for number, (apply, value) in enumerate(given.items()):
+    for number, (apply, (value, positions)) in enumerate(given.items()):
         found = capture(model, texts, at="resid_post[1]", out=tmp_path / str(number), apply=apply)
-        assert found["resid_post[1]"][0].positions is None
+        assert found["resid_post[1]"][0].positions == positions
         torch.testing.assert_close(found["resid_post[1]"][0].values, value, rtol=1e-4, atol=1e-4)
     own = capture(model, texts, at="attn_pattern[0]", out=tmp_path / "own", apply=lambda pattern: pattern[:, -1, :3])
     assert own["attn_pattern[0]"][0].values.shape == (4, 3)
@@ -214,6 +223,36 @@ def test_goes_on_where_it_was_stopped(
     again = capture(model, texts, at="resid_post[1:3]", out=tmp_path / "out", shard_bytes=10_000, window_tokens=30)
     assert_same(again, whole)
     assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_going_on_tokenises_and_runs_only_what_is_left(
+    model: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ran: list[int] = []
+    ids, run = Tokens._ids, type(model).run
+
+    def noted(self: Any, values: list[Any]) -> Any:
+        asked.extend(values)
+        return ids(self, values)
+
+    def stopped(self: Any, function: Any, prompts: Any, **settings: Any) -> Any:
+        ran.append(len(prompts))
+        if len(ran) == 6:
+            raise KeyboardInterrupt
+        return run(self, function, prompts, **settings)
+
+    settings = {"at": "resid_post[1]", "out": tmp_path, "shard_bytes": 1, "window_tokens": 30}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "run", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            capture(model, texts, **settings)
+    committed = len(Captured(tmp_path, partial=True))
+    assert 2 < committed < len(texts) - 2
+    assert ran[:2] == [1, ran[1]]  # one place: the first prompt is run once, for its sizes
+    monkeypatch.setattr(Tokens, "_ids", noted)
+    capture(model, texts, **settings)
+    assert asked == [texts[0], *texts[committed - 1 :]]
 
 
 def test_a_finished_capture_runs_nothing(model: Any, texts: list[str], tmp_path: Path) -> None:
@@ -281,7 +320,11 @@ def test_a_full_disk_loses_nothing(
 
 
 def test_a_dry_run_states_the_bytes(model: Any, texts: list[str], tmp_path: Path) -> None:
+    save_file({"directions": torch.randn(2, 128)}, str(tmp_path / "d.safetensors"))
+    project = f"project:{tmp_path / 'd.safetensors'}"
+    few = capture(model, texts, at="resid_post[1:3]", out=tmp_path / "out", dry_run=True, apply=project)
     estimate = capture(model, texts, at="resid_post[1:3]", out=tmp_path / "out", dry_run=True)
+    assert few.bytes == estimate.bytes * 2 // 128
     assert not (tmp_path / "out").exists()
     capture(model, texts, at="resid_post[1:3]", out=tmp_path / "out")
     written = load_file(str(tmp_path / "out" / "shard-00000.safetensors"))

@@ -29,7 +29,9 @@ def add_capture(commands: Any) -> None:
     capture.add_argument("--positions", default="all", help="all, last, a number, 3:7, or text:SOME TEXT")
     capture.add_argument("--phase", default="prompt", choices=("prompt", "generated", "all"))
     capture.add_argument("--dtype", help="of what is written; the model's if left out")
-    capture.add_argument("--apply", metavar="FUNCTION", help="mean, project:FILE.safetensors or FILE.py:NAME")
+    capture.add_argument(
+        "--apply", metavar="FUNCTION", help="mean, project:FILE, sae:FILE (safetensors) or FILE.py:NAME"
+    )
     capture.add_argument("--column", help="where a row has its prompt")
     capture.add_argument("--truncate", type=int, metavar="TOKENS", help="cut prompts to so many tokens")
     capture.add_argument("--shard-bytes", type=_size, default=2**30, metavar="SIZE", help="such as 500MB; 1GiB")
@@ -37,6 +39,8 @@ def add_capture(commands: Any) -> None:
     capture.add_argument(
         "--sampling", nargs="+", type=_setting, metavar="NAME=VALUE", help="max_tokens=32 temperature=0 ..."
     )
+    capture.add_argument("--ray", metavar="ADDRESS", help="share the work on a Ray cluster: auto, local, HOST:PORT")
+    capture.add_argument("--workers", type=int, metavar="N", help="how many engines share it (default: one a GPU)")
     capture.add_argument("--dry-run", action="store_true", help="say how many bytes it would write")
 
 

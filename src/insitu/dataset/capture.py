@@ -11,6 +11,8 @@ import torch
 
 from insitu.block import ArgumentError
 from insitu.dataset.captured import Captured
+from insitu.dataset.distributed import PARTS, capture_on_ray
+from insitu.dataset.errors import CaptureError
 from insitu.dataset.plan import Estimate, Plan
 from insitu.dataset.reading import PHASES, Phase
 from insitu.dataset.store import Store
@@ -34,6 +36,8 @@ def capture(
     window_tokens: int | None = None,
     dry_run: bool = False,
     progress: bool = True,
+    ray: str | None = None,
+    workers: int | None = None,
     **sampling: Any,
 ) -> Captured | Estimate:
     """Writes what ``model`` computes at the places ``at``, for each prompt of ``data``, to the folder ``out``.
@@ -47,7 +51,8 @@ def capture(
     tokens of a piece of the prompt. ``phase``: the rows of the ``"prompt"``, of the tokens ``"generated"`` (each but
     the last goes through the model), or ``"all"``; ``sampling`` are then the sampling parameters. ``dtype``: of what
     is written, the model's if left out. ``apply``: a function of the rows ``[rows, width]`` of a prompt at a place,
-    run in the engine; ``"mean"``, ``"project:FILE.safetensors"``, ``"FILE.py:NAME"``. ``truncate``: prompts are cut to
+    run in the engine; ``"mean"``, ``"project:FILE.safetensors"``, ``"sae:FILE.safetensors"`` (the features of a sparse
+    autoencoder), ``"FILE.py:NAME"``. ``truncate``: prompts are cut to
     so many tokens.
 
     Shards have at most ``shard_bytes``, unless one window of prompts that run together has more; a shard is held in
@@ -55,12 +60,34 @@ def capture(
     after it was stopped, killed or ran out of disk, the same capture goes on with its next shard, and what comes out
     is what one run would have written. A prompt without tokens is in the index, with no rows.
 
+    ``ray``: the address of a Ray cluster (``"auto"``, ``"local"`` for one of this machine alone). ``workers`` engines
+    (one for each GPU, or one) then share the work; each is built where it runs, of a ``model`` whose engine is not
+    built yet, and ``out`` is a folder that all of them see. What a worker that is lost had not written is done again.
+    Shards end where a worker's part of the data does.
+
     ``dry_run`` returns an ``Estimate`` and writes nothing. Raises ``CaptureError``; ``ArgumentError`` for arguments.
     """
     if phase not in PHASES:
         raise ArgumentError(f"phase={phase!r}: it is one of {', '.join(map(repr, PHASES))}")
     if phase == "prompt":
         sampling = {"temperature": 0.0, "max_tokens": 1, **sampling}
+    if ray is not None and not dry_run:
+        settings = {
+            "data": data,
+            "at": at,
+            "positions": positions,
+            "phase": phase,
+            "dtype": dtype,
+            "apply": apply,
+            "column": column,
+            "truncate": truncate,
+            "shard_bytes": shard_bytes,
+            "window_tokens": window_tokens,
+            **sampling,
+        }
+        return capture_on_ray(model, Path(out), ray, workers, progress, settings)
+    if (Path(out) / PARTS).exists():
+        raise CaptureError(f"the capture in {out} was begun with several workers: go on with it with `ray`")
     owned = VLLM(model) if isinstance(model, str) else None
     used = owned or model
     assert isinstance(used, VLLM), "a name was made one"

@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
             shard_bytes=arguments.shard_bytes,
             window_tokens=arguments.window_tokens,
             dry_run=arguments.dry_run,
+            ray=arguments.ray,
+            workers=arguments.workers,
             **dict(arguments.sampling or []),
         )
     print(found)

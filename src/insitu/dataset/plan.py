@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,12 +64,15 @@ class Plan:
         self._positions, self._phase = Positions.of(positions), phase
         self._given = {"positions": str(positions), "phase": phase, "dtype": str(dtype), "apply": _label(apply)}
         self._dtype, self._apply = _dtype_of(dtype), function_of(apply)
+        self._by_row = self._apply is None or bool(getattr(self._apply, "by_row", False))
         self._engine = view_of(model)
         places = self._engine.named([at] if isinstance(at, str) else list(at), "at", [LOGITS])
         self._refuse_unsliceable(places)
-        self.places = self._engine.in_order(places, self._first().ids)
+        first = tokens.first()
+        # The order of the places is that of a forward of any length.
+        self.places = self._engine.in_order(places, first.ids[:1]) if len(places) > 1 else places
         self._reading = Reading(model, self.places, self._positions, phase, self._dtype, self._apply)
-        probe = self._run([self._first()])[0]
+        probe = self._run([first])[0]
         self._row_bytes = sum(value[0].nbytes if len(value) else 0 for value in probe.values)
         self._probe_rows = sum(len(value) * value[0].nbytes for value in probe.values if len(value))
         low, high = _WINDOW_TOKENS
@@ -103,8 +105,7 @@ class Plan:
         return Estimate(prompts, tokens, size, shards + bool(prompts))
 
     def run(self, store: Store, progress: bool) -> None:
-        rest = iter(self._tokens)
-        self._skip(rest, store)
+        rest = self._rest(store)
         if store.complete:
             if next(rest, None) is not None:
                 raise CaptureError(f"the capture is complete with {store.committed} prompts, and this data has more")
@@ -124,12 +125,6 @@ class Plan:
 
     # -- prompts --------------------------------------------------------------------------
 
-    def _first(self) -> Tokenised:
-        first = next((one for one in self._tokens if one.ids), None)
-        if first is None:
-            raise ArgumentError("data: there is no prompt with a token in it")
-        return first
-
     def _windows(self, rest: Iterator[Tokenised]) -> Iterator[list[Tokenised]]:
         """Prompts that run together: as many as fill a window, so that a shard always begins with a new one."""
         window: list[Tokenised] = []
@@ -143,16 +138,18 @@ class Plan:
         if window:
             yield window
 
-    def _skip(self, rest: Iterator[Tokenised], store: Store) -> None:
-        """Passes over what is committed, which is to be the same data."""
-        last = None
-        for one in islice(rest, store.committed):
-            last = one
-        if store.committed and (last is None or (last.prompt.id, last.ids) != store.last()):
+    def _rest(self, store: Store) -> Iterator[Tokenised]:
+        """What is not committed yet. The last that is committed is to be the one that the data has there."""
+        if not store.committed:
+            return iter(self._tokens)
+        rest = self._tokens.after(store.committed - 1)
+        last = next(rest, None)
+        if last is None or (last.prompt.id, last.ids) != store.last():
             raise CaptureError(
                 f"prompt {store.committed - 1} of this data is not the one that the capture has there: it was made of "
                 f"other data, or with another tokenizer. Give another `out`"
             )
+        return rest
 
     # -- running --------------------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class Plan:
         if self._phase != "generated":
             prompt = range(count - 1, count) if place.stream == LOGITS else self._among(one)
         found = [*prompt, *(range(count, total - 1) if self._phase != "prompt" else ())]
-        return found if self._apply is None and len(found) == len(value) else None
+        return found if self._by_row and len(found) == len(value) else None
 
     def _among(self, one: Tokenised) -> range:
         text = self._positions.text
@@ -201,7 +198,7 @@ class Plan:
     def _bytes(self, one: Tokenised) -> int:
         if not one.ids:
             return 0
-        if self._apply is not None or self._phase != "prompt":
+        if not self._by_row or self._phase != "prompt":
             return self._probe_rows
         return self._row_bytes * len(self._among(one))
 

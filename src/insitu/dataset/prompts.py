@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,26 @@ class Prompt:
     value: Any
 
 
+@dataclass(frozen=True)
+class Part:
+    """Some of a data set's prompts, with the ids that they have in it."""
+
+    data: Any
+    column: str | None
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return islice(iter(self.whole), self.start, self.stop)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def whole(self) -> Iterable[Prompt]:
+        return prompts_of(self.data, self.column)
+
+
 def prompts_of(data: Any, column: str | None = None) -> Iterable[Prompt]:
     """The prompts of ``data``, again each time that they are gone over; with a length, where it is known.
 
@@ -32,6 +53,8 @@ def prompts_of(data: Any, column: str | None = None) -> Iterable[Prompt]:
 
     Raises ``ArgumentError`` for what is none of these and for rows without such a column.
     """
+    if isinstance(data, Part):
+        return data
     if isinstance(data, (str, Path)):
         return _Prompts(_loaded(Path(data)), column)
     if isinstance(data, Mapping) or not isinstance(data, Iterable) or isinstance(data, Iterator):

@@ -65,7 +65,7 @@ class Store:
         self._held: list[Entry] = []
         self._held_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder)
+        self._lock = locked(folder)
         self._manifest = self._begun(dict(arguments))
         self._tidy()
         indices = sorted(folder.glob("shard-*.parquet"))
@@ -142,15 +142,7 @@ class Store:
         }
 
     def _replace(self, name: str, write: Callable[[Path], Any]) -> None:
-        """A file that is there as a whole or not at all, after a loss of power too."""
-        partial = self._folder / (name + _PARTIAL)
-        write(partial)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, self._folder / name)
-        folder = os.open(self._folder, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        put(self._folder, name, write)
 
     @contextmanager
     def _space(self, name: str) -> Iterator[None]:
@@ -224,7 +216,20 @@ def _require_alike(place: str, values: Sequence[torch.Tensor]) -> None:
         raise CaptureError(f"`{place}` has rows of several kinds, which can't lie in one tensor: {shapes}")
 
 
-def _locked(folder: Path) -> Any:
+def put(folder: Path, name: str, write: Callable[[Path], Any]) -> None:
+    """A file that is there as a whole or not at all, after a loss of power too."""
+    partial = folder / (name + _PARTIAL)
+    write(partial)
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, folder / name)
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def locked(folder: Path) -> Any:
+    """Holds a folder for this process until what it returns is closed. Raises ``CaptureError`` if another has it."""
     file = open(folder / ".lock", "w")  # noqa: SIM115, held until the store is closed
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

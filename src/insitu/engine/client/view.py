@@ -18,6 +18,12 @@ def view_of(model: VLLM) -> EngineView:
     return EngineView(model, model._running())
 
 
+def made_of(model: VLLM) -> tuple[str, dict[str, Any]]:
+    """What ``VLLM`` was called with: its name, and its arguments by name."""
+    engine = None if model._workers is None else "workers" if model._workers else "in-process"
+    return model._repo, {"taps": model._taps, "engine": engine, **model._engine_args}
+
+
 class EngineView:
     """``context``: the most tokens that a request has. ``heads`` of ``head_size`` of each layer's attention."""
 
