@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from insitu.block import EngineError, RequestError
-from insitu.engine.channel import AsyncWired
+from insitu.engine.channel import AsyncWired, Shipment
 from insitu.engine.client.engine import ABORTED, EngineClient, Prepared, Result, no_tokenizer
 from insitu.engine.client.installed import Installed
 from insitu.engine.client.one_loop import OneLoop
@@ -147,6 +147,10 @@ class AsyncEngine(EngineClient):
 
     async def begin(self, work: Sequence[tuple[Prepared, Job]]) -> Running:
         """Submits the jobs with their prompts, all together."""
+        return Running(self, work, await self.ship(work))
+
+    async def ship(self, work: Sequence[tuple[Prepared, Job]]) -> Shipment:
+        """Has the workers take the jobs, whose requests are to follow."""
         self._require_alive()
         self.home.enter()
         for prepared, _ in work:
@@ -154,11 +158,10 @@ class AsyncEngine(EngineClient):
         jobs = self._owned(work)
         shipping = asyncio.ensure_future(self._channel.submit(jobs))
         try:
-            shipment = await asyncio.shield(shipping)
+            return await asyncio.shield(shipping)
         except asyncio.CancelledError:
             self.end(self._taken_back(shipping))
             raise
-        return Running(self, work, shipment)
 
     async def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
         """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""

@@ -13,14 +13,14 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
-from insitu.block import ArgumentError, EngineError, Lost, RequestError
+from insitu.block import ArgumentError, EngineError, Lost, PromptError, RequestError
 from insitu.block.tracebacks import user_frame
 from insitu.engine.channel import Channel, Shipment
 from insitu.engine.client.edit import Edit
 from insitu.engine.client.installed import Installed
 from insitu.engine.client.launch import free_engines, shut_down
 from insitu.engine.client.loop import EngineLoop, FailedStepError, Request
-from insitu.engine.client.prompts import Limits, as_prompt, require_room
+from insitu.engine.client.prompts import Limits, as_prompt, checked, require_room
 from insitu.engine.client.sampling import certain_length, check_sampling, sampling_params
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, require_applied
@@ -151,9 +151,21 @@ class EngineClient:
         self.installed.chosen(settings.get("edits"))
 
     def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
+        self._require_not_speculative()
+        return self._with_room(self.prepare_plain(prompt, settings, self._limits))
+
+    def adopted(self, prompt: Any, params: SamplingParams, lora: Any) -> Prepared:
+        """One that vLLM's own server has prepared, to be traced. ``params`` are its alone."""
+        self._require_not_speculative()
+        if "prompt_token_ids" not in prompt:
+            raise PromptError("a block can't see a prompt that has no token ids: prompt embeddings can't be traced")
+        return self._with_room(Prepared(checked(prompt, self._limits), params, lora))
+
+    def _require_not_speculative(self) -> None:
         if self._speculative:
             raise RequestError(f"{_SPECULATIVE} Load the model without speculative_config to trace it")
-        prepared = self.prepare_plain(prompt, settings, self._limits)
+
+    def _with_room(self, prepared: Prepared) -> Prepared:
         require_room(prepared.prompt, prepared.params.max_tokens, self._limits)
         return prepared
 

@@ -37,12 +37,12 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], limits: Limits) -> dict
     if type(prompt) is list and set(map(type, prompt)) == {int}:
         return _checked({"prompt_token_ids": prompt.copy()}, limits)
     if isinstance(prompt, str):
-        return _checked({"prompt": prompt, "prompt_token_ids": _encoded(prompt, tokenizer)}, limits)
+        return checked({"prompt": prompt, "prompt_token_ids": _encoded(prompt, tokenizer)}, limits)
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt, tokenizer, limits)
     if isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
-        return _checked({"prompt_token_ids": _chat_ids(prompt, tokenizer)}, limits)
-    return _checked({"prompt_token_ids": _ids(prompt)}, limits)
+        return checked({"prompt_token_ids": _chat_ids(prompt, tokenizer)}, limits)
+    return checked({"prompt_token_ids": _ids(prompt)}, limits)
 
 
 def token_ids(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
@@ -83,14 +83,14 @@ def _from_mapping(prompt: Mapping[str, Any], tokenizer: Callable[[], Any], limit
             if len(kept) != len(ids):
                 raise PromptError(f"attention_mask has {len(kept)} entries for {len(ids)} token ids")
             ids = [token for token, keep in zip(ids, kept, strict=True) if keep]
-        return _checked({"prompt_token_ids": ids}, limits)
+        return checked({"prompt_token_ids": ids}, limits)
     own = dict(prompt)
     if "prompt_embeds" in own or own.get("multi_modal_data"):
         return own
     if "prompt_token_ids" in own:
-        return _checked({**own, "prompt_token_ids": _ids(own["prompt_token_ids"])}, limits)
+        return checked({**own, "prompt_token_ids": _ids(own["prompt_token_ids"])}, limits)
     if isinstance(own.get("prompt"), str):
-        return _checked({**own, "prompt_token_ids": _encoded(own["prompt"], tokenizer)}, limits)
+        return checked({**own, "prompt_token_ids": _encoded(own["prompt"], tokenizer)}, limits)
     if not own.keys().isdisjoint({"role", "content"}):
         return as_prompt([own], tokenizer, limits)
     raise PromptError(f"a prompt dictionary has `prompt`, `prompt_token_ids` or `input_ids`; this one has {_keys(own)}")
@@ -168,7 +168,7 @@ def _several(count: int) -> str:
     )
 
 
-def _checked(prompt: dict[str, Any], limits: Limits) -> dict[str, Any]:
+def checked(prompt: dict[str, Any], limits: Limits) -> dict[str, Any]:
     ids = prompt["prompt_token_ids"]
     if not ids:
         raise PromptError("the prompt is empty: give at least one token")

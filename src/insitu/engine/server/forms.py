@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import torch
 
 from insitu.block import InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.server.access import RefusedError
+from insitu.engine.server.plain import as_json
 from insitu.guard import GuardLimits
 from insitu.net import Key
 from insitu.net.errors import FormError
@@ -80,19 +80,5 @@ async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict
         "token_ids": list(completion.token_ids),
         "prompt_token_ids": list(result.prompt_token_ids),
         "finish_reason": completion.finish_reason,
-        "saves": {name: _as_json(value) for name, value in found.items()},
+        "saves": {name: as_json(value, f"`{name}`") for name, value in found.items()},
     }
-
-
-def _as_json(value: Any) -> Any:
-    """Numbers as they are; what JSON has no number for, as null."""
-    if isinstance(value, torch.Tensor):
-        values = value.detach().float() if value.is_floating_point() else value
-        return _finite(values.tolist()) if not torch.isfinite(values).all() else values.tolist()
-    return [_as_json(each) for each in value]
-
-
-def _finite(values: Any) -> Any:
-    if isinstance(values, list):
-        return [_finite(each) for each in values]
-    return values if abs(values) < float("inf") else None

@@ -17,7 +17,9 @@ from insitu.block import ArgumentError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.launch import OURS, cpu_memory, refusal
 from insitu.engine.client.start_async import attached
-from insitu.engine.server.routes import router
+from insitu.engine.server.beside import BesideOpenAI
+from insitu.engine.server.elsewhere import Elsewhere
+from insitu.engine.server.routes import PREFIX, router
 from insitu.engine.server.traces import Traces
 from insitu.net import Keys, Permission
 
@@ -32,6 +34,7 @@ class Routes:
 
     def attach_router(self, app: Any) -> None:
         self._app = app
+        app.add_middleware(Elsewhere, own=PREFIX)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is None:
@@ -40,6 +43,7 @@ class Routes:
             raise error
         model = AsyncVLLM(args.model)
         model._engine = await attached(engine_client, model)
+        BesideOpenAI(model).watch(state)
         self._app.include_router(router(model, Traces(model), _keys(args)))
         state.insitu = model
 

@@ -1,0 +1,249 @@
+"""What runs beside the requests of OpenAI's own routes: a form in their ``insitu`` field, and installed edits.
+
+Both leave what they save on the choices of the answer, in a field of the same name.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from insitu.block import ArgumentError, FunctionBlock, InsituError
+from insitu.engine.client.async_model import AsyncVLLM
+from insitu.engine.client.async_trace import AsyncTrace
+from insitu.engine.client.engine import Result, request_of
+from insitu.engine.job import Job
+from insitu.engine.server.plain import as_json
+from insitu.engine.tag import ASKED
+from insitu.guard import GuardLimits
+from insitu.net.errors import FormError
+from insitu.net.form import parsed
+from insitu.net.form_block import form_block
+
+FIELD = "insitu"
+_DONE = "data: [DONE]\n\n"
+
+
+class _Field(msgspec.Struct, forbid_unknown_fields=True):
+    """What the field may hold: a form, and names of installed edits."""
+
+    actions: list[dict[str, Any]] | None = None
+    edits: list[str] | None = None
+
+
+class EditError(Exception):
+    """An edit failed beside a request of a route that has no place for what edits leave."""
+
+
+class BesideError(Exception):
+    """A request can't run; ``Beside.error`` says why."""
+
+
+@dataclass
+class Beside:
+    """One call of OpenAI's: what runs beside its requests, and what that left."""
+
+    block: Callable[[Any], Any] | None = None
+    edits: list[str] | None = None
+    told: bool = True
+    """Whether its answer has a place for what is left."""
+    left: list[dict[int, dict[str, Any]]] = field(default_factory=list)
+    """For each request, and in it by sequence, saved values as JSON."""
+    error: BaseException | None = None
+
+    def take(self, number: int, output: Any, read: Mapping[int, Mapping[str, Any]]) -> None:
+        """What edits saved is on the completions; ``read`` is what the form did."""
+        if output.error is not None:
+            self.error = self.error or output.error
+            return
+        try:
+            for one in output.outputs:
+                saves = {**vars(one).get("saves", {}), **read.get(one.index, {})}
+                self.left[number][one.index] = {name: as_json(each, f"`{name}`") for name, each in saves.items()}
+        except ArgumentError as error:
+            self.error = self.error or error
+
+    def choices(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The index of each choice and what was saved beside it."""
+        index = 0
+        for completions in self.left:
+            for number in sorted(completions):
+                yield index, completions[number]
+                index += 1
+
+
+asked_beside: ContextVar[Beside | None] = ContextVar("asked_beside", default=None)
+
+
+class BesideOpenAI:
+    """Stands around vLLM's handlers of completions and chats, and around its engine's ``generate``."""
+
+    def __init__(self, model: AsyncVLLM, limits: GuardLimits | None = None) -> None:
+        self._model = model
+        self._engine: Any = model._running()
+        self._limits = limits or GuardLimits()
+        self._generate = self._engine.llm.generate
+
+    def watch(self, state: Any) -> None:
+        """``state``: that of vLLM's app, with its handlers."""
+        for handler, name in (
+            (state.openai_serving_completion, "create_completion"),
+            (state.openai_serving_chat, "create_chat_completion"),
+        ):
+            if handler is not None:
+                setattr(handler, name, partial(self._answered, handler, getattr(handler, name)))
+        self._engine.llm.generate = self._generated
+
+    # -- calls ----------------------------------------------------------------------------
+
+    async def _answered(self, handler: Any, create: Any, request: Any, raw_request: Any = None) -> Any:
+        asked = (request.model_extra or {}).get(FIELD)
+        if asked is None and not self._engine.installed:
+            return await create(request, raw_request)
+        try:
+            beside = self._beside(request, asked)
+        except (InsituError, ValueError) as error:
+            return _refusal(handler, error)
+        answer: Any = None
+        token = asked_beside.set(beside)
+        try:
+            answer = await create(request, raw_request)
+        except BesideError:
+            pass
+        finally:
+            asked_beside.reset(token)
+        if beside.error is not None:
+            return _refusal(handler, beside.error)
+        if hasattr(answer, "__aiter__"):
+            return _streamed(handler, answer, beside)
+        for index, saves in beside.choices():
+            if saves and index < len(getattr(answer, "choices", ())):
+                setattr(answer.choices[index], FIELD, {"saves": saves})
+        return answer
+
+    def _beside(self, request: Any, asked: Any) -> Beside:
+        if asked is None:
+            return Beside(told=not request.use_beam_search)
+        try:
+            found = msgspec.convert(asked, _Field)
+        except msgspec.ValidationError as error:
+            raise FormError(str(error), "unknown-key" if "unknown field" in str(error) else "invalid") from None
+        if found.edits is not None and ASKED in (request.vllm_xargs or {}):
+            raise FormError(f"edits are named here or in vllm_xargs' {ASKED}, not in both", "invalid", "$.edits")
+        self._engine.installed.chosen(found.edits)
+        if found.actions is None:
+            return Beside(edits=found.edits, told=not request.use_beam_search)
+        if request.use_beam_search:
+            raise FormError("a form can't run beside beam search, which makes many requests of one", "not-supported")
+        form = parsed({"actions": found.actions})
+        return Beside(form_block(form, self._model, self._limits.saved_bytes), found.edits)
+
+    # -- requests -------------------------------------------------------------------------
+
+    def _generated(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        beside = asked_beside.get()
+        if beside is None:
+            return self._generate(prompt, params, *args, **kwargs)
+        if beside.edits is not None:
+            params.extra_args = {**(params.extra_args or {}), ASKED: beside.edits}
+        beside.left.append({})
+        number = len(beside.left) - 1
+        if beside.block is None:
+            return self._under_edits(beside, number, self._generate(prompt, params, *args, **kwargs))
+        return self._under_form(beside, number, prompt, params, *args, **kwargs)
+
+    async def _under_edits(self, beside: Beside, number: int, outputs: Any) -> AsyncGenerator[Any, None]:
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finished and beside.told:
+                    beside.take(number, output, {})
+                elif output.finished and output.error is not None:
+                    raise EditError(_told(output.error))
+                yield output
+
+    async def _under_form(
+        self, beside: Beside, number: int, prompt: Any, params: Any, *args: Any, lora_request: Any = None, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        try:
+            prepared = self._engine.adopted(prompt, params, lora_request)
+            job = Job(uuid.uuid4().hex, FunctionBlock(beside.block), tracer=AsyncTrace(self._engine, [], {}))  # type: ignore[arg-type]
+            shipment = await self._engine.ship([(prepared, job)])
+        except (InsituError, ValueError) as error:
+            beside.error = error
+            raise BesideError(str(error)) from None
+        request = request_of(prepared, job)
+        outputs = self._generate(request.prompt, request.params, *args, lora_request=lora_request, **kwargs)
+        completions: dict[int, Any] = {}
+        held = [job.id]
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    completions.update((one.index, one) for one in output.outputs)
+                    if output.finished and not any(one.finish_reason == "abort" for one in output.outputs):
+                        held = []
+                        whole = _with_all(output, completions)
+                        result = Result(await self._engine.collect(job.id, whole), whole)
+                        if result.error is not None:
+                            beside.error = beside.error or result.error
+                        else:
+                            read = {at: outcome.returned for at, outcome in enumerate(result.outcomes)}
+                            beside.take(number, whole, read)
+                    yield output
+        finally:
+            self._engine.end(self._engine.drop(held, shipment))
+
+
+def _with_all(output: Any, completions: Mapping[int, Any]) -> Any:
+    """The last output of several sequences, which holds the one that ended last, with all of them."""
+    whole = copy.copy(output)
+    whole.outputs = [completions[index] for index in sorted(completions)]
+    return whole
+
+
+async def _streamed(handler: Any, chunks: AsyncIterator[str], beside: Beside) -> AsyncGenerator[str, None]:
+    """The chunks of an answer, and before its end one more for each choice beside which something was saved."""
+    head: dict[str, Any] | None = None
+    async for chunk in chunks:
+        if chunk == _DONE:
+            for made in _last_chunks(handler, head or {}, beside):
+                yield f"data: {json.dumps(made)}\n\n"
+        elif head is None:
+            found = json.loads(chunk.removeprefix("data: "))
+            if "error" in found and beside.error is not None:
+                continue
+            head = {name: found[name] for name in ("id", "object", "created", "model") if name in found}
+        yield chunk
+
+
+def _last_chunks(handler: Any, head: Mapping[str, Any], beside: Beside) -> Iterator[Any]:
+    if beside.error is not None:
+        yield _refusal(handler, beside.error).model_dump()
+        return
+    empty = {"delta": {}} if head.get("object") == "chat.completion.chunk" else {"text": ""}
+    for index, saves in beside.choices():
+        if saves:
+            choice = {"index": index, **empty, "logprobs": None, "finish_reason": None, FIELD: {"saves": saves}}
+            yield {**head, "choices": [choice]}
+
+
+def _refusal(handler: Any, error: BaseException) -> Any:
+    """An error object of OpenAI's form: ``type`` is insitu's code, and ``param`` where in the field."""
+    if isinstance(error, FormError):
+        where = FIELD + error.path.removeprefix("$")
+        return handler.create_error_response(error.args[0], error.code, HTTPStatus.BAD_REQUEST, where)
+    status = HTTPStatus.BAD_REQUEST if isinstance(error, InsituError) else HTTPStatus.INTERNAL_SERVER_ERROR
+    return handler.create_error_response(_told(error), type(error).__name__, status, FIELD)
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, InsituError) else f"{type(error).__name__}: {error}"
