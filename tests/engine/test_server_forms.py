@@ -124,7 +124,7 @@ def test_the_schema_is_given(server: Server) -> None:
         assert "Form" in json.dumps(json.load(answer))
 
 
-@pytest.mark.parametrize("extra", [{"permission": "trusted"}, {"edits": True}])
+@pytest.mark.parametrize("extra", [{"permission": "trusted"}])
 def test_keys_for_what_the_server_does_not_do_are_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
     file = tmp_path / "keys.json"
     file.write_text(json.dumps([{"name": "lab", "key": "long enough", **extra}]))

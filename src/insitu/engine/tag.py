@@ -16,13 +16,14 @@ class Tag:
     """``job``: that of its own block, if it is traced. ``edits``: the numbers of the installed edits that run
     beside it, in order; what they leave is asked for by ``group``, which all sequences of a request share.
     ``whole``: whether its blocks must see its prompt whole, and can't be run a second time. ``refusal``: why the
-    request can't run."""
+    request can't run. ``tenant``: at a server, whose it is: whose edits run beside it, with those for everybody."""
 
     job: str | None = None
     group: str = ""
     edits: tuple[int, ...] = ()
     whole: bool = True
     refusal: str = ""
+    tenant: str = ""
 
     def fields(self) -> dict[str, Any]:
         """As an entry of ``extra_args``, which travels as plain data."""

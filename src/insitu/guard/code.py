@@ -57,6 +57,11 @@ class GuardedBlock:
         self.binds = compiled.binds
         self.digest = hashlib.sha256(repr((source, sys.version_info[:2])).encode()).hexdigest()
 
+    @property
+    def tree(self) -> ast.Module:
+        """Its statements, as the client wrote them."""
+        return self.source.tree()
+
     def check(self, names: Iterable[str]) -> None:
         """Raises ``NotAllowedError`` for a built-in function that is not in the list and has no value in ``names``."""
         _require_builtins(self.reads - self.binds - set(names))

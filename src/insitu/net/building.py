@@ -35,16 +35,19 @@ class TraceBuilder:
     def add(
         self,
         prompt: Any,
-        block: Block | Callable[[Any], Any],
+        block: Block | Callable[[Any], Any] | None,
         values: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
         shared: Sequence[str] = (),
     ) -> None:
-        """One invoke. ``block``: what was captured, or the function form's function."""
+        """One invoke. ``block``: what was captured, or the function form's function; None for a prompt alone."""
         encode = self._encoder.encode
         given = encode(prompt, "the prompt")
         settings = {name: encode(value, f"`{name}=`") for name, value in (sampling or {}).items()}
         found = {name: encode(value, f"`{name}`") for name, value in (values or {}).items()}
+        if block is None:
+            self._invokes.append(InvokeRequest(given, None, {}, settings))
+            return
         if isinstance(block, Block):
             self._invokes.append(InvokeRequest(given, block_source(block), found, settings, None, tuple(shared)))
             return
@@ -55,12 +58,12 @@ class TraceBuilder:
         number = self._number(block, f"`{block.__name__}`")
         self._invokes.append(InvokeRequest(given, None, found, settings, number, tuple(shared)))
 
-    def request(self, *, stream: bool = False) -> TraceRequest:
+    def request(self, *, stream: bool = False, kind: str = "trace") -> TraceRequest:
         """The whole trace."""
         functions = []
         while len(functions) < len(self._texts):  # encoding the names of one may find more
             functions.append(self._source(*self._texts[len(functions)]))
-        return TraceRequest(tuple(self._invokes), tuple(functions), self._encoder.tensors.data(), stream)
+        return TraceRequest(tuple(self._invokes), tuple(functions), self._encoder.tensors.data(), stream, kind)
 
     def _number(self, function: FunctionType, what: str) -> int:
         if function not in self._functions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,10 +12,10 @@ from insitu.net.errors import FormError
 from insitu.net.form import Action, Add, AtText, Form, ProjectOut, Read, Scale, Set, order, parts
 from insitu.tree import current
 
-__all__ = ["form_block"]
+__all__ = ["FormBlock", "form_block"]
 
 
-def form_block(form: Form, model: Any, saved_bytes: int | None = None) -> Callable[[Any], dict[str, Any]]:
+def form_block(form: Form, model: Any, saved_bytes: int | None = None) -> FormBlock:
     """The function that does the form beside ``model``; returns what was read, by name.
 
     ``saved_bytes``: how much it may read altogether. Tensors that are not the request's alone are withheld.
@@ -24,17 +24,24 @@ def form_block(form: Form, model: Any, saved_bytes: int | None = None) -> Callab
     block it is raised for a vector or positions that don't fit, and ``NotReachedError`` for a step that the request
     ended before, ``LimitError`` for more than ``saved_bytes``.
     """
-    return _FormBlock(form, model, saved_bytes)
+    return FormBlock(form, model, saved_bytes)
 
 
-class _FormBlock:
-    """Of a class, and not a closure, so that it pickles by its name."""
+class FormBlock:
+    """What a form does, as a function of the tracer. Of a class, and not a closure, so that it pickles by its name."""
 
     def __init__(self, form: Form, model: Any, saved_bytes: int | None) -> None:
         self._model = model
         self._saved_bytes = saved_bytes
         self._actions = actions = [_on(model, each, f"$.actions[{number}]") for number, each in enumerate(form.actions)]
         self._placed = [(actions[number], f"$.actions[{number}]") for number in order(actions)]
+
+    @property
+    def same_for_rows(self) -> bool:
+        """Whether it does the same to every row of every step."""
+        return all(
+            action.when == action.positions == "all" and not isinstance(action, Read) for action in self._actions
+        )
 
     def __call__(self, tracer: Any) -> dict[str, Any]:
         session: Any = current.get()

@@ -17,6 +17,7 @@ from insitu.net.tensors import Library, TensorReader
 __all__ = ["DecodedFunction", "DecodedInvoke", "DecodedTrace", "FunctionSource", "InvokeRequest", "TraceRequest"]
 
 VERSION = 1
+_KINDS = ("trace", "edit", "generate")
 _INVOKES = 1024
 
 
@@ -60,10 +61,12 @@ class TraceRequest:
     tensors: bytes | memoryview = b""
     stream: bool = False
     """Whether each step's outputs are wanted as events, or the results alone."""
+    kind: str = "trace"
+    """``"trace"``; ``"edit"``, one block that is to stay, and no prompt; or ``"generate"``, prompts without blocks."""
 
     def frame(self) -> Frame:
         """The message, ready for ``encode_frame``."""
-        header: dict[str, Any] = {"insitu": VERSION, "kind": "trace", "stream": self.stream}
+        header: dict[str, Any] = {"insitu": VERSION, "kind": self.kind, "stream": self.stream}
         header["invokes"] = [
             {
                 "prompt": one.prompt,
@@ -88,17 +91,24 @@ class TraceRequest:
         _require(header, {"insitu", "kind", "stream", "invokes", "functions"}, "a trace")
         if header["insitu"] != VERSION:
             raise WireError(f"this server speaks version {VERSION} of the protocol, and the client another", "unknown")
-        if header["kind"] != "trace" or not isinstance(header["stream"], bool):
-            raise WireError("this is no trace")
+        if header["kind"] not in _KINDS or not isinstance(header["stream"], bool):
+            raise WireError("this is neither a trace nor an edit nor prompts")
         invokes, functions = header["invokes"], header["functions"]
         if not isinstance(invokes, list) or not isinstance(functions, list):
             raise WireError("invokes and functions are lists")
         if not 0 < len(invokes) <= _INVOKES or len(functions) > _INVOKES:
             raise WireError(f"a trace has 1 to {_INVOKES} invokes, and at most as many functions", "too-large")
-        made = cls(tuple(map(_invoke, invokes)), tuple(map(_function, functions)), frame.tensors, header["stream"])
+        made = cls(
+            tuple(map(_invoke, invokes)),
+            tuple(map(_function, functions)),
+            frame.tensors,
+            header["stream"],
+            header["kind"],
+        )
         for one in made.invokes:
-            if (one.block is None) == (one.function is None):
-                raise WireError("an invoke has a block or a function")
+            blocks = (one.block is not None) + (one.function is not None)
+            if blocks != (made.kind != "generate"):
+                raise WireError("an invoke has a block or a function, or where prompts are sent alone, neither")
             if one.function is not None and not 0 <= one.function < len(functions):
                 raise WireError("an invoke names a function that has not come")
         return made

@@ -21,6 +21,7 @@ from insitu.engine.client.installed import Installed
 from insitu.engine.client.one_loop import OneLoop
 from insitu.engine.client.running import Running
 from insitu.engine.job import Job
+from insitu.engine.tag import Tag
 from insitu.run import Outcome
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ class AsyncEngine(EngineClient):
         self._require_alive()
         self.home.enter()
         work = [self.prepare_plain(prompt, settings) for prompt in prompts]
-        for prepared in work:
-            await self._with_adapter(prepared)
-        tasks = [asyncio.create_task(self._generated(one)) for one in work]
+        tasks = [asyncio.create_task(self.generated(one)) for one in work]
         try:
             return await asyncio.gather(*tasks)
         except Exception as error:
@@ -133,7 +132,12 @@ class AsyncEngine(EngineClient):
             for task in tasks:
                 task.cancel()
 
-    async def _generated(self, prepared: Prepared) -> Any:
+    async def generated(self, prepared: Prepared) -> Any:
+        """The output of a plain request, once it has ended."""
+        await self._with_adapter(prepared)
+        if prepared.tenant:
+            tag = Tag(whole=False, tenant=prepared.tenant).fields()
+            prepared.params.extra_args = {**(prepared.params.extra_args or {}), **tag}
         prepared.params.output_kind = RequestOutputKind.FINAL_ONLY
         outputs = self.llm.generate(prepared.prompt, prepared.params, uuid.uuid4().hex, lora_request=prepared.lora)
         async with aclosing(outputs):

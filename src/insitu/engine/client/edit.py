@@ -37,6 +37,8 @@ class Edit:
         self._engine = engine
         self.name = name
         self.number = 0
+        self.tenant = ""
+        """At a server, beside whose requests alone it runs; empty: beside everybody's."""
         self.same_for_rows = False
         """Whether it does the same to every row of every step, so that it need not see a prompt whole."""
         self._line = ("", 0)

@@ -42,6 +42,8 @@ class Prepared:
     prompt: dict[str, Any]
     params: SamplingParams
     lora: Any = None
+    tenant: str = ""
+    """At a server, whose request it is."""
 
 
 @dataclass
@@ -146,13 +148,13 @@ class EngineClient:
         """When the forward comes to each of these places, as far as one has been watched."""
         return self._channel.call("insitu_visits", list(places))
 
-    def check(self, settings: Mapping[str, Any]) -> None:
+    def check(self, settings: Mapping[str, Any], tenant: str = "") -> None:
         check_sampling(settings)
-        self.installed.chosen(settings.get("edits"))
+        self.installed.chosen(settings.get("edits"), tenant)
 
-    def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
+    def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "") -> Prepared:
         self._require_not_speculative()
-        return self._with_room(self.prepare_plain(prompt, settings, self._limits))
+        return self._with_room(self.prepare_plain(prompt, settings, self._limits, tenant))
 
     def adopted(self, prompt: Any, params: SamplingParams, lora: Any) -> Prepared:
         """One that vLLM's own server has prepared, to be traced. ``params`` are its alone."""
@@ -169,18 +171,20 @@ class EngineClient:
         require_room(prepared.prompt, prepared.params.max_tokens, self._limits)
         return prepared
 
-    def prepare_plain(self, prompt: Any, settings: Mapping[str, Any], limits: Limits | None = None) -> Prepared:
+    def prepare_plain(
+        self, prompt: Any, settings: Mapping[str, Any], limits: Limits | None = None, tenant: str = ""
+    ) -> Prepared:
         """One without a block of its own, whose prompt may be longer than a step."""
-        params = self._params(settings)
+        params = self._params(settings, tenant)
         limits = limits or replace(self._limits, max_step_tokens=sys.maxsize)
         given = as_prompt(prompt, lambda: self.tokenizer, limits)
-        return Prepared(given, params, settings.get("lora_request"))
+        return Prepared(given, params, settings.get("lora_request"), tenant)
 
-    def _params(self, settings: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, settings: Mapping[str, Any], tenant: str) -> SamplingParams:
         """Those of one request. The settings of a trace, which nobody changes, are checked once for all of its."""
         known = self._checked
         if known is None or known[0] is not settings:
-            self.check(settings)
+            self.check(settings, tenant)
             known = self._checked = (settings, sampling_params(settings))
         return copy(known[1])
 
@@ -190,7 +194,7 @@ class EngineClient:
         if self._speculative:
             raise RequestError(f"{_SPECULATIVE} Load the model without speculative_config to install edits")
         job.owner = self.owner
-        return self.installed.number(edit.name)
+        return self.installed.number(edit.name, edit.tenant)
 
     def refused(self, error: BaseException) -> Result:
         """The result of a request that did not run."""
@@ -248,8 +252,8 @@ class Engine(EngineClient):
             raise no_tokenizer()
         return self.llm.get_tokenizer()
 
-    def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
-        return self._with_adapter(super().prepare(prompt, settings))
+    def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "") -> Prepared:
+        return self._with_adapter(super().prepare(prompt, settings, tenant))
 
     def _with_adapter(self, prepared: Prepared) -> Prepared:
         if self._is_new(prepared.lora):
@@ -388,7 +392,7 @@ def _cache_tokens(config: VllmConfig) -> int:
 def request_of(prepared: Prepared, job: Job) -> Request:
     params = prepared.params
     params.skip_clone = True  # they are this request's alone
-    params.extra_args = {**(params.extra_args or {}), **Tag(job.id).fields()}
+    params.extra_args = {**(params.extra_args or {}), **Tag(job.id, tenant=prepared.tenant).fields()}
     # All rows are computed, also those that another sequence of the same request has just left in the
     # cache; and under a salt of its own, what the block edits is served to nobody else.
     params.skip_reading_prefix_cache = True

@@ -54,9 +54,9 @@ class Installed:
 
     # -- edits ----------------------------------------------------------------------------
 
-    def number(self, name: str | None) -> int:
-        """That of a new edit. Raises ``ArgumentError`` if there is one of that name."""
-        if name is not None and name in self._names():
+    def number(self, name: str | None, tenant: str = "") -> int:
+        """That of a new edit. Raises ``ArgumentError`` if there is one of that name, for the same requests."""
+        if name is not None and name in _names(self._of(tenant)):
             raise ArgumentError(
                 f"there is an edit `{name}` already: clear that one first, or give this one another name"
             )
@@ -71,20 +71,23 @@ class Installed:
         gone = [number for number in numbers if self._edits.pop(number, None)]
         return [number for number in gone if not self._uses[number]]
 
-    def chosen(self, names: Sequence[str] | None) -> list[Edit]:
-        """Those of a request that asks for ``names``, and all unnamed ones; None: all.
+    def chosen(self, names: Sequence[str] | None, tenant: str = "") -> list[Edit]:
+        """Those of a request of ``tenant``'s that asks for ``names``, and all unnamed ones; None: all.
 
-        Raises ``ArgumentError`` for a name that no installed edit has.
+        Raises ``ArgumentError`` for a name that no edit for such requests has.
         """
+        edits = self._of(tenant)
         if names is None:
-            return list(self._edits.values())
+            return edits
+        known = _names(edits)
         for name in names:
-            if name not in self._names():
-                raise ArgumentError(f"edits: there is no installed edit `{name}`{nearest(name, self._names())}")
-        return [edit for edit in self._edits.values() if edit.name is None or edit.name in names]
+            if name not in known:
+                raise ArgumentError(f"edits: there is no installed edit `{name}`{nearest(name, known)}")
+        return [edit for edit in edits if edit.name is None or edit.name in names]
 
-    def _names(self) -> list[str]:
-        return [edit.name for edit in self._edits.values() if edit.name is not None]
+    def _of(self, tenant: str) -> list[Edit]:
+        """Those for everybody's requests, and those for this tenant's."""
+        return [edit for edit in self._edits.values() if edit.tenant in ("", tenant)]
 
     # -- requests -------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class Installed:
             return
         tag, edits = tag_of(params) or Tag(whole=False), list[Any]()
         try:
-            edits = self.chosen(_as_names(asked))
+            edits = self.chosen(_as_names(asked), tag.tenant)
             _require_single(request, edits)
         except ArgumentError as error:
             tag = replace(tag, refusal=str(error))
@@ -190,7 +193,8 @@ class Installed:
             if edit is not None:
                 edit.warn_of(outcome.lost)
                 edit.warn_of_hidden(saves[outcome.sequence].keys() & outcome.saves.keys())
-            saves[outcome.sequence].update(outcome.saves)
+            # An edit that is a form returns what it has read.
+            saves[outcome.sequence].update(outcome.saves or outcome.returned or {})
             if outcome.error is not None and output.error is None:
                 output.error = outcome.error
                 outcome.error.__traceback__ = user_traceback(outcome.error)
@@ -209,6 +213,10 @@ def prepare(output: Any) -> None:
         vars(completion)["saves"] = {}
         if completion.stop_reason == BY_BLOCK:
             completion.finish_reason = "stop"
+
+
+def _names(edits: Iterable[Edit]) -> list[str]:
+    return [edit.name for edit in edits if edit.name is not None]
 
 
 def _as_names(asked: Any) -> list[str] | None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from insitu.block import ArgumentError, EngineError, Lost, RequestError
+from insitu.engine.client.edit import Edit, EditTracer
 from insitu.engine.client.plan import BaseTrace
 from insitu.engine.job import Job
 from insitu.engine.remote.http import Http
-from insitu.net import Done, Failed, Named, Saves, TraceBuilder, decode_event, encode_frame
+from insitu.net import (
+    CONTENT_TYPE,
+    Done,
+    Failed,
+    Named,
+    Output,
+    Saves,
+    TraceBuilder,
+    TraceRequest,
+    decode_event,
+    encode_frame,
+)
 from insitu.tree import Module, Node, Outline, path_of
 
 
@@ -49,6 +61,7 @@ class RemoteEngine:
         self.outline = Outline({path: Module(kind, tuple(children), note) for path, (kind, children, note) in modules})
         self.layers: int = self.about["layers"]
         self._tokenizer: Any = None
+        self._edits: dict[int, Edit] = {}
 
     @property
     def tokenizer(self) -> Any:
@@ -79,9 +92,7 @@ class RemoteEngine:
             block: Any = getattr(job.block, "fn", job.block)
             builder.add(prompted.prompt, block, job.values, prompted.settings, sorted(job.shared))
         results: dict[int, RemoteResult] = {}
-        over = False
-        for frame in self._http.post("trace", encode_frame(builder.request().frame())):
-            event = decode_event(frame, arrays="torch" if importlib.util.find_spec("torch") else "numpy")
+        for event in self._events("trace", builder.request()):
             if isinstance(event, Failed) and event.invoke is None:
                 return [RemoteResult(error=event.error) for _ in work]
             if isinstance(event, Failed):
@@ -89,11 +100,72 @@ class RemoteEngine:
             elif isinstance(event, Saves):
                 lost = [Lost(*one) for one in event.lost]
                 results[event.invoke] = RemoteResult(dict(event.values), event.returned, None, lost, event.output)
+        return [results.get(number, RemoteResult(error=_missing())) for number in range(len(work))]
+
+    def generate(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
+        """Plain requests; their outputs in the order of the prompts, once all have ended."""
+        builder = TraceBuilder(self._named)
+        for prompt in prompts:
+            builder.add(prompt, None, sampling=settings)
+        outputs: dict[int, Any] = {}
+        failed: dict[int, BaseException] = {}
+        for event in self._events("generate", builder.request(kind="generate")):
+            if isinstance(event, Failed) and event.invoke is None:
+                raise event.error
+            if isinstance(event, Failed):
+                failed[event.invoke or 0] = event.error
+            elif isinstance(event, Output):
+                outputs[event.invoke] = event.output
+        for number, error in failed.items():
+            outputs[number].error = error
+        if len(outputs) < len(prompts):
+            raise _missing()
+        return [outputs[number] for number in range(len(prompts))]
+
+    def _events(self, route: str, request: TraceRequest) -> Iterator[Any]:
+        """What is answered, up to its end. Raises ``EngineError`` if it breaks off before."""
+        arrays: Any = "torch" if importlib.util.find_spec("torch") else "numpy"
+        over = False
+        for frame in self._http.post(route, encode_frame(request.frame())):
+            event = decode_event(frame, arrays=arrays)
             over = over or isinstance(event, Done)
+            yield event
         if not over:
             raise EngineError(f"the server {self._http.url} broke off in the middle of this trace")
-        missing = RequestError("the server said nothing of this request")
-        return [results.get(number, RemoteResult(error=missing)) for number in range(len(work))]
+
+    # -- edits ----------------------------------------------------------------------------
+
+    @property
+    def installed(self) -> list[Edit]:
+        """Those beside this key's requests, in the order in which they run."""
+        return [self._edit(one) for one in self._http.get("edits")["edits"]]
+
+    def install(self, edit: Edit, job: Job) -> None:
+        """From now on ``job``'s block runs beside the requests that this key's edits are for."""
+        builder = TraceBuilder(self._named)
+        builder.add(None, job.block, job.values)  # type: ignore[arg-type]
+        body = encode_frame(builder.request(kind="edit").frame())
+        name = {} if edit.name is None else {"name": edit.name}
+        found = self._http.send("POST", "edits", body, CONTENT_TYPE, **name)
+        edit.number, edit.same_for_rows = found["number"], found["same_for_rows"]
+        self._edits[edit.number] = edit
+
+    def clear(self, edits: Iterable[Edit] | None) -> None:
+        """Takes these off the server; None: all that this key may."""
+        if edits is None:
+            self._http.send("DELETE", "edits")
+            return
+        here = {edit.number for edit in self.installed}
+        for edit in edits:
+            if edit.number in here:
+                self._http.send("DELETE", f"edits/{edit.number}")
+
+    def _edit(self, about: Mapping[str, Any]) -> Edit:
+        number = about["number"]
+        if number not in self._edits:
+            self._edits[number] = edit = Edit(self, about["name"])  # type: ignore[arg-type]
+            edit.number, edit.same_for_rows = number, about["same_for_rows"]
+        return self._edits[number]
 
     def close(self) -> None:
         """Nothing is held here of the server's."""
@@ -101,13 +173,17 @@ class RemoteEngine:
     def _named(self, value: Any) -> Named | None:
         if value is self._model:
             return Named("model")
-        if isinstance(value, BaseTrace):
+        if isinstance(value, (BaseTrace, EditTracer)):
             return Named("tracer")
         if isinstance(value, Node):
             if value._lister != self._model._owner:
                 raise ArgumentError(f"`{path_of(value)}` belongs to another model than the one that is traced")
             return Named("node", path_of(value))
         return None
+
+
+def _missing() -> RequestError:
+    return RequestError("the server said nothing of this request")
 
 
 def _tokenizer(about: Mapping[str, Any]) -> Any:

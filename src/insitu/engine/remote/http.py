@@ -7,11 +7,12 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlencode
 
-from insitu.block import ArgumentError, EngineError
+from insitu.block import ArgumentError, EngineError, InsituError, errors
 from insitu.net import CONTENT_TYPE, Frame, FrameReader
 
 _PREFIX = "/insitu/v1"
@@ -29,17 +30,38 @@ class Http:
         key = os.environ.get("INSITU_API_KEY") if api_key is None else api_key
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
-    def get(self, route: str) -> Any:
+    def get(self, route: str, **query: str) -> Any:
         """The JSON at a route. Tried again if the server can't be reached, since nothing is changed by it."""
         for attempt in range(_TRIES):
             try:
-                with self._opened(urllib.request.Request(self._at(route), headers=self._headers)) as answer:
-                    return json.load(answer)
+                return self._json("GET", route, query=query)
             except (ConnectionError, TimeoutError, HTTPException) as error:
                 if attempt == _TRIES - 1:
                     raise self._unreachable(error) from None
                 time.sleep(_PAUSE * 2**attempt)
         raise AssertionError
+
+    def send(
+        self, method: str, route: str, body: bytes | None = None, kind: str = "application/json", **query: str
+    ) -> Any:
+        """The JSON that something is answered with. Sent once."""
+        try:
+            return self._json(method, route, body, kind, query)
+        except (ConnectionError, TimeoutError, HTTPException) as error:
+            raise self._unreachable(error) from None
+
+    def _json(
+        self,
+        method: str,
+        route: str,
+        body: bytes | None = None,
+        kind: str = "application/json",
+        query: Mapping[str, str] | None = None,
+    ) -> Any:
+        url = self._at(route) + (f"?{urlencode(query)}" if query else "")
+        headers = {**self._headers, "Content-Type": kind}
+        with self._opened(urllib.request.Request(url, body, headers, method=method)) as answer:
+            return json.load(answer)
 
     def post(self, route: str, body: bytes) -> Iterator[Frame]:
         """The frames of the answer as they come. Sent once: it can't be known how far a trace came."""
@@ -61,16 +83,27 @@ class Http:
             return urllib.request.urlopen(request, timeout=self._timeout)
         except urllib.error.HTTPError as error:
             with error:
-                raise EngineError(f"the server {self.url} answered {error.code}: {_said(error.read(10_000))}") from None
+                raise self._refused(error.code, error.read(10_000)) from None
         except urllib.error.URLError as error:
             raise ConnectionError(str(error.reason)) from None
+
+    def _refused(self, status: int, body: bytes) -> InsituError:
+        """Of the class that the server names."""
+        kind = getattr(errors, str(_found(body, "code")), None)
+        if isinstance(kind, type) and issubclass(kind, InsituError):
+            return kind(_said(body))
+        return EngineError(f"the server {self.url} answered {status}: {_said(body)}")
 
     def _unreachable(self, error: Exception) -> EngineError:
         return EngineError(f"the server {self.url} can't be reached, or has gone away: {error}")
 
 
 def _said(body: bytes) -> str:
+    return _found(body, "message") or body.decode(errors="replace")[:500]
+
+
+def _found(body: bytes, name: str) -> str | None:
     try:
-        return str(json.loads(body)["error"]["message"])
+        return str(json.loads(body)["error"][name])
     except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:500]
+        return None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from insitu.block import EngineError
 from insitu.block.tracebacks import user_lines
 from insitu.engine.client.base_model import MISSING, BaseModel, returned_by
+from insitu.engine.client.edit import Edit, EditStatement, refuse_in_block
+from insitu.engine.client.invokes import merged_error
 from insitu.engine.client.prompts import are_several
 from insitu.engine.client.trace import Trace
 from insitu.engine.remote.engine import RemoteEngine
 from insitu.engine.remote.http import Http
+from insitu.net import RequestOutput
 from insitu.tree import Listing
 
 
@@ -29,7 +32,7 @@ def connect(url: str, api_key: str | None = None, *, timeout: float = 600.0) -> 
 class RemoteModel(BaseModel[RemoteEngine]):
     """A model of a server's. Made by ``insitu.connect``."""
 
-    _later = dict.fromkeys(("generate", "edit", "clear_edits", "check"), "it is for engines here")
+    _later: ClassVar[dict[str, str]] = {"check": "it is for engines here"}
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         super().__init__(url, (), None, {})
@@ -63,6 +66,36 @@ class RemoteModel(BaseModel[RemoteEngine]):
         engine: Any = self._running()
         trace = Trace(engine, self._lock, prompt if several else [prompt], sampling)
         return returned_by(*trace.run_function(function), several)
+
+    @user_lines
+    def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
+        """Plain generation; one output for each of ``prompts``, with what edits saved in ``.saves``. As
+        ``VLLM.generate``."""
+        several = are_several(prompts)
+        outputs = self._running().generate(prompts if several else [prompts], sampling)
+        if (error := merged_error(outputs, "requests")) is not None:
+            raise error
+        return outputs
+
+    @user_lines
+    def edit(self, name: str | None = None) -> EditStatement:
+        """A ``with`` statement whose body stays at the server, as ``VLLM.edit``'s.
+
+        It runs beside every request of the server if this key may install such edits, and else beside the requests of
+        this key. ``edit.clear()`` and ``clear_edits()`` take it off; it stays when this process has ended.
+        """
+        return EditStatement(self._running(), name)
+
+    @user_lines
+    def edits(self) -> list[Edit]:
+        """The edits that run beside this key's requests, in their order, those of others too."""
+        return self._running().installed
+
+    @user_lines
+    def clear_edits(self) -> None:
+        """Takes off the server all edits that this key may: its own, and those for everybody if it may install such."""
+        refuse_in_block("edits", "cleared")
+        self._running().clear(None)
 
     def _start(self) -> RemoteEngine:
         return RemoteEngine(self._http, self)

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from insitu.net import Key, Keys, Permission
 
-_ANYBODY = Key("anybody", b"", Permission.BLOCKS)
+_ANYBODY = Key("anybody", b"", Permission.BLOCKS, edits=True)
 
 
 class RefusedError(Exception):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import msgspec
 
-from insitu.block import InsituError
+from insitu.block import FunctionBlock, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
+from insitu.engine.client.async_trace import AsyncTrace
+from insitu.engine.job import Job
 from insitu.engine.server.access import RefusedError
 from insitu.engine.server.plain import as_json
 from insitu.guard import GuardLimits
@@ -59,26 +62,30 @@ def parsed(body: bytes) -> tuple[Asked, Form]:
 
 async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict[str, Any]:
     """What was generated and read. Raises ``RefusedError`` for what this model or this prompt can't do."""
+    engine = model._running()
     limits = GuardLimits().of_key(key.limits)
     settings = msgspec.structs.asdict(asked.sampling)
     if asked.edits is not None:
         settings["edits"] = asked.edits
-
-    def beside(tracer: Any) -> Any:
-        return block(tracer), tracer.result
-
     try:
-        block = form_block(form, model, limits.saved_bytes)
-        found, result = await model.run(beside, asked.prompt, **settings)
+        block = FunctionBlock(form_block(form, model, limits.saved_bytes))
+        job = Job(uuid.uuid4().hex, block, tracer=AsyncTrace(engine, [], {}))
+        (result,) = await engine.run([(engine.prepare(asked.prompt, settings, key.name), job)])
+        if result.error is not None and not isinstance(result.error, InsituError):  # an edit's
+            raise RefusedError(500, type(result.error).__name__, f"{type(result.error).__name__}: {result.error}")
+        if result.error is not None:
+            raise result.error
+        saves = {name: as_json(each, f"`{name}`") for name, each in {**result.output.saves, **result.returned}.items()}
     except FormError as error:
         raise RefusedError(400, error.code, f"form: {error}") from None
     except (InsituError, ValueError, TypeError) as error:
         raise RefusedError(400, type(error).__name__, str(error)) from None
-    completion = result.outputs[0]
+    output = result.output
+    completion = output.outputs[0]
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
-        "prompt_token_ids": list(result.prompt_token_ids),
+        "prompt_token_ids": list(output.prompt_token_ids),
         "finish_reason": completion.finish_reason,
-        "saves": {name: as_json(value, f"`{name}`") for name, value in found.items()},
+        "saves": saves,
     }

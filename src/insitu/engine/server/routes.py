@@ -15,6 +15,7 @@ from insitu.block import ArgumentError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.server import forms
 from insitu.engine.server.access import Access, RefusedError
+from insitu.engine.server.edits import Edits
 from insitu.engine.server.traces import Traces
 from insitu.net import (
     CONTENT_TYPE,
@@ -52,7 +53,17 @@ class _Route(APIRoute):
 def router(model: AsyncVLLM, traces: Traces, keys: Keys) -> APIRouter:
     """insitu's routes. Without keys, everybody who reaches the server may use them."""
     made = APIRouter(prefix=PREFIX, tags=["insitu"], route_class=_Route)
-    access = Access(keys)
+    access, edits = Access(keys), Edits(model, traces)
+
+    async def _asked(request: Request, kind: str) -> TraceRequest:
+        body = await _body(request, traces.wire.header + traces.wire.tensors)
+        try:
+            asked = TraceRequest.of_frame(decode_frame(body, traces.wire), traces.wire)
+        except WireError as error:
+            raise RefusedError(400, error.code, str(error)) from None
+        if asked.kind != kind:
+            raise RefusedError(400, "unknown", f"this route takes a {kind!r}, and {asked.kind!r} has come")
+        return asked
 
     @made.get("/model", summary="The module tree")
     async def tree(request: Request) -> Response:
@@ -73,12 +84,35 @@ def router(model: AsyncVLLM, traces: Traces, keys: Keys) -> APIRouter:
     async def trace(request: Request) -> Response:
         key = access.key(request, Permission.BLOCKS)
         access.require_room(key)
-        body = await _body(request, traces.wire.header + traces.wire.tensors)
-        try:
-            asked = TraceRequest.of_frame(decode_frame(body, traces.wire), traces.wire)
-        except WireError as error:
-            raise RefusedError(400, error.code, str(error)) from None
+        asked = await _asked(request, "trace")
         return StreamingResponse(_encoded(traces.run(asked, key), access, key), media_type=CONTENT_TYPE)
+
+    @made.post("/generate", summary="Runs prompts without blocks", response_class=StreamingResponse)
+    async def generate(request: Request) -> Response:
+        key = access.key(request, Permission.BLOCKS)
+        access.require_room(key)
+        asked = await _asked(request, "generate")
+        return StreamingResponse(_encoded(traces.generate(asked, key), access, key), media_type=CONTENT_TYPE)
+
+    @made.get("/edits", summary="The edits beside this key's requests")
+    async def seen(request: Request) -> Response:
+        return JSONResponse({"edits": edits.seen(access.key(request))})
+
+    @made.post("/edits", summary="Installs a form, as JSON, or a block, as a frame")
+    async def install(request: Request, name: str | None = None) -> Response:
+        if request.headers.get("content-type") != CONTENT_TYPE:
+            key = access.key(request)
+            return JSONResponse(await edits.install_form(key, await _body(request, traces.wire.header)))
+        key = access.key(request, Permission.BLOCKS)
+        return JSONResponse(await edits.install(key, name, await _asked(request, "edit")))
+
+    @made.delete("/edits", summary="Clears all edits that this key may")
+    async def clear_all(request: Request) -> Response:
+        return JSONResponse({"cleared": await edits.clear(access.key(request))})
+
+    @made.delete("/edits/{number}", summary="Clears one")
+    async def clear(request: Request, number: int) -> Response:
+        return JSONResponse({"cleared": await edits.clear(access.key(request), number)})
 
     @made.get("/form", summary="The JSON Schema of a form")
     async def form_schema(request: Request) -> Response:

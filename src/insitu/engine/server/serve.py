@@ -87,9 +87,9 @@ def _keys(args: Any) -> Keys:
         return keys
     more = Keys.load(args.insitu_keys)
     for key in more:
-        if key.permission == Permission.TRUSTED or key.edits:
+        if key.permission == Permission.TRUSTED:
             raise ArgumentError(
-                f"--insitu-keys: {key.name!r} may run any code, or install edits, which this version's server does not "
+                f"--insitu-keys: {key.name!r} may run any code, which this version's server does not "
                 f"do: give it the permission 'blocks' or 'form'"
             )
     return Keys([*keys, *more])

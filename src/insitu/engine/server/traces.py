@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
-from insitu.block import InsituError
+from insitu.block import ArgumentError, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.plan import Wave
 from insitu.engine.job import Job
-from insitu.guard import GuardedBlock, GuardLimits, restricted
+from insitu.guard import GuardedBlock, GuardLimits, RestrictedInvoke, restricted
+from insitu.guard.allowed import resolved
 from insitu.net import Done, Event, Failed, Key, Named, Output, Saves, TraceRequest, WireError, WireLimits
 
 Events = AsyncIterator[Event]
@@ -29,11 +32,34 @@ class Traces:
         """The events of a trace, of which the last is ``Done``. Closing this early aborts what runs. ``key``: whose
         limits it has."""
         try:
-            wave = self.prepared(asked, self._limits.of_key(key.limits))
+            wave = self.prepared(asked, key)
             async for event in self._events(wave, asked.stream):
                 yield event
         except (InsituError, WireError, ValueError, TypeError) as error:
             yield Failed(error)
+        yield Done()
+
+    async def generate(self, asked: TraceRequest, key: Key) -> Events:
+        """The events of prompts without blocks: the output of each, with what edits saved, or the error of one."""
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            decoded = asked.decoded(resolved, self.wire).invokes
+            for one in decoded:
+                require_plain(one.sampling)
+            engine = self._model._running()
+            work = [engine.prepare_plain(one.prompt, one.sampling, None, key.name) for one in decoded]
+            tasks = [asyncio.create_task(engine.generated(one)) for one in work]
+            for number, task in enumerate(tasks):
+                output = await task
+                if output.error is not None:
+                    yield Failed(output.error, number)
+                    output.error = None
+                yield Output(number, output)
+        except Exception as error:  # the engine's death among them
+            yield Failed(self._model._running().failed(error))
+        finally:
+            for task in tasks:
+                task.cancel()
         yield Done()
 
     async def _events(self, wave: Wave, stream: bool) -> Events:
@@ -54,24 +80,36 @@ class Traces:
             lost = [(one.filename, one.lineno, one.holder, one.deleted) for one in result.lost]
             yield Saves(number, result.saves, result.returned, lost, result.output)
 
-    def prepared(self, asked: TraceRequest, limits: GuardLimits) -> Wave:
+    def prepared(self, asked: TraceRequest, key: Key) -> Wave:
         """Raises, before anything runs, what is to be said of a request that can't."""
         engine = self._model._running()
         tracer = AsyncTrace(engine, [], {})
-
-        def named(ref: Named) -> Any:
-            if ref.kind == "model":
-                return self._model
-            if ref.kind == "tracer":
-                return tracer
-            if ref.kind == "node":
-                return self._model.get(ref.path) if ref.path else self._model._root
-            raise WireError(f"nothing of the kind {ref.kind!r:.40} is known here", "unknown")
-
         wave: Wave = []
-        for number, one in enumerate(restricted(asked, named, limits, self.wire)):
+        for number, one in enumerate(self.blocks(asked, key, tracer)):
             block: Any = one.block
             values = one.values if isinstance(one.block, GuardedBlock) else {}
             job = Job(uuid.uuid4().hex, block, values, "<client>", tracer, shared=frozenset(one.shared), invoke=number)
-            wave.append((engine.prepare(one.prompt, one.sampling), job))
+            require_plain(one.sampling)
+            wave.append((engine.prepare(one.prompt, one.sampling, key.name), job))
         return wave
+
+    def blocks(self, asked: TraceRequest, key: Key, tracer: Any) -> list[RestrictedInvoke]:
+        """Its blocks, restricted, with the values that they need. ``tracer`` is what that name stands for in them."""
+        return restricted(asked, partial(self._named, tracer), self._limits.of_key(key.limits), self.wire)
+
+    def _named(self, tracer: Any, ref: Named) -> Any:
+        if ref.kind == "model":
+            return self._model
+        if ref.kind == "tracer":
+            return tracer
+        if ref.kind == "node":
+            return self._model.get(ref.path) if ref.path else self._model._root
+        raise WireError(f"nothing of the kind {ref.kind!r:.40} is known here", "unknown")
+
+
+def require_plain(sampling: Mapping[str, Any]) -> None:
+    """What insitu writes into ``extra_args`` itself is not the client's to write."""
+    given = sampling.get("extra_args")
+    for name in given if isinstance(given, Mapping) else ():
+        if str(name).startswith("insitu"):
+            raise ArgumentError(f"extra_args: {name!r:.60} is insitu's own; edits are named with `edits=`")

@@ -1,0 +1,220 @@
+"""Edits at a real server: of several keys, beside the requests of connected models and of OpenAI's routes."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+import insitu
+from tests import models
+from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
+from tests.engine.test_server import KEY, Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
+ANN, BEN, FORMS = "the key of ann", "the key of ben", "only forms for this"
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+VECTOR = torch.linspace(-30, 60, 128)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    file = tmp_path_factory.mktemp("keys") / "keys.json"
+    keys = [{"name": "ann", "key": ANN}, {"name": "ben", "key": BEN}]
+    file.write_text(json.dumps([*keys, {"name": "forms", "key": FORMS, "permission": "form"}]))
+    made = Server("--api-key", KEY, "--insitu-keys", str(file))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def operator(server: Server) -> Any:
+    return insitu.connect(server.url, KEY)
+
+
+@pytest.fixture(scope="module")
+def ann(server: Server) -> Any:
+    return insitu.connect(server.url, ANN)
+
+
+@pytest.fixture(scope="module")
+def ben(server: Server) -> Any:
+    return insitu.connect(server.url, BEN)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture(autouse=True)
+def no_edits_left(operator: Any, ann: Any, ben: Any) -> Iterator[None]:
+    yield
+    for model in (operator, ann, ben):
+        model.clear_edits()
+        assert model.edits() == []
+    assert operator.in_flight() == 0
+
+
+def texts(model: Any, **settings: Any) -> list[str]:
+    return [output.outputs[0].text for output in model.generate([PROMPT, "Hello"], **GREEDY, **settings)]
+
+
+def steered(model: Any, name: str | None = None) -> Any:
+    with model.edit(name) as (tracer, edit):
+        for step in tracer.all():
+            model.resid_post[1][:] += VECTOR
+    return edit
+
+
+def test_generate_is_plain_generation(operator: Any) -> None:
+    outputs = operator.generate([PROMPT, ids_of("llama")[:3]], **GREEDY)
+    wanted = [models.greedy(models.tiny("llama"), ids, 4) for ids in (ids_of("llama"), ids_of("llama")[:3])]
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert outputs[0].saves == {}
+    with pytest.raises(insitu.ArgumentError, match="temprature"):
+        operator.generate(PROMPT, temprature=1)
+    with pytest.raises(insitu.ArgumentError, match="insitu's own"):
+        operator.generate(PROMPT, extra_args={"insitu": {"tenant": "ann"}})
+
+
+def test_an_edit_stays_for_everybody_s_requests_until_it_is_cleared(
+    operator: Any, ann: Any, server: Server, client: Any
+) -> None:
+    before = texts(ann)
+    edit = steered(operator, "warm")
+    assert (edit.name, edit.installed, edit.same_for_rows) == ("warm", True, True)
+    under = texts(operator)
+    assert texts(ann) == under != before
+    with ann.trace(PROMPT, **GREEDY) as tracer:
+        result = tracer.result.save()
+    assert result.outputs[0].text == under[0]
+    plain = client.completions.create(
+        model="tiny", prompt=[PROMPT, "Hello"], extra_body={"ignore_eos": True}, temperature=0, max_tokens=4
+    )
+    assert [choice.text for choice in plain.choices] == under
+    without: dict[str, Any] = {"ignore_eos": True, "insitu": {"edits": []}}
+    plain = client.completions.create(model="tiny", prompt=PROMPT, extra_body=without, temperature=0, max_tokens=4)
+    assert plain.choices[0].text == before[0]
+    assert texts(ann, edits=[]) == before
+    edit.clear()
+    assert texts(ann) == before
+    assert not edit.installed
+
+
+def test_what_an_edit_saves_comes_on_outputs_and_choices(operator: Any, client: Any) -> None:
+    with operator.edit() as (tracer, edit):
+        norms = [].save()  # type: ignore[attr-defined]
+        for step in tracer.all():
+            rows = operator.resid_post[2]
+            norms.append(rows[-1].norm().item())
+            if step == 0:
+                hidden = rows.save()
+    wanted = hf_stream("llama", ids_of("llama")).resid_post[2]
+    (output,) = operator.generate(PROMPT, **GREEDY)
+    assert_close(output.saves["hidden"], wanted)
+    assert len(output.saves["norms"]) == len(output.outputs[0].saves["norms"]) == 4
+    settings: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 4}
+    answer = client.completions.create(**settings, extra_body={"ignore_eos": True})
+    assert_close(torch.tensor(answer.choices[0].insitu["saves"]["hidden"]), wanted)
+    chunks = list(client.completions.create(**settings, stream=True))
+    assert_close(torch.tensor(chunks[-1].choices[0].insitu["saves"]["hidden"]), wanted)
+
+
+def test_edits_of_a_key_are_for_its_own_requests(operator: Any, ann: Any, ben: Any, client: Any) -> None:
+    before = texts(ben)
+    edit = steered(ann, "warm")
+    under = texts(ann)
+    assert under != before == texts(ben) == texts(operator)
+    assert [each.name for each in ann.edits()] == ["warm"]
+    assert ben.edits() == operator.edits() == []
+    assert (
+        client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=4).choices[0].text == before[0]
+    )
+    with pytest.raises(insitu.ArgumentError, match="no installed edit `warm`"):
+        ben.generate(PROMPT, edits=["warm"])
+    with pytest.raises(insitu.EngineError, match="no edit"):
+        ben._running()._http.send("DELETE", f"edits/{edit.number}")
+    ben.clear_edits()
+    operator.clear_edits()
+    assert texts(ann) == under
+    assert steered(ben, "warm").number > edit.number  # names of others are nobody's business
+    with pytest.raises(insitu.ArgumentError, match="`warm` already"):
+        steered(ann, "warm")
+
+
+def test_a_form_is_installed_without_python(server: Server, operator: Any) -> None:
+    def asked(method: str, route: str, key: str, data: Any = None) -> tuple[int, Any]:
+        body = None if data is None else json.dumps(data).encode()
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{server.url}/insitu/v1/{route}", body, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)["error"]
+
+    before = texts(operator)
+    add = {"do": "add", "at": "resid_post[1]", "vector": VECTOR.tolist(), "when": "all"}
+    status, edit = asked("POST", "edits", KEY, {"name": "warm", "form": {"actions": [add]}})
+    assert (status, edit["everybody"], edit["own"], edit["same_for_rows"]) == (200, True, True, True)
+    under = texts(operator)
+    operator.clear_edits()
+    steered(operator)
+    assert texts(operator) == under != before
+    operator.clear_edits()
+
+    read = {"do": "read", "at": "resid_post[2]", "as": "rows"}
+    status, edit = asked("POST", "edits", FORMS, {"form": {"actions": [read]}})
+    assert (status, edit["everybody"], edit["same_for_rows"]) == (200, False, False)
+    body = {"prompt": PROMPT, "form": {"actions": [{**read, "at": "embed", "as": "embed"}]}}
+    status, answer = asked("POST", "form", FORMS, body)
+    assert_close(torch.tensor(answer["saves"]["rows"]), hf_stream("llama", ids_of("llama")).resid_post[2])
+    assert sorted(answer["saves"]) == ["embed", "rows"]
+    assert "rows" not in asked("POST", "form", KEY, body)[1]["saves"]
+    assert asked("GET", "edits", FORMS)[1]["edits"] == [edit]
+    assert asked("DELETE", f"edits/{edit['number']}", KEY)[0] == 404
+    assert asked("DELETE", "edits", FORMS)[1] == {"cleared": [edit["number"]]}
+    for data, code in (
+        ({"form": {"actions": [{**read, "at": "x"}]}}, "unknown-place"),
+        ({"nme": "x"}, "ValidationError"),
+    ):
+        assert asked("POST", "edits", KEY, data)[1]["code"] == code
+
+
+def test_an_edit_that_fails_fails_the_requests_beside_it(operator: Any, client: Any, server: Server) -> None:
+    with operator.edit("strict") as (tracer, edit):
+        rows = operator.resid_post[1].shape[0]
+        if rows > 5:
+            raise ValueError(f"{rows} tokens")
+    short, long = ids_of("llama")[:3], ids_of("llama") * 2
+    with pytest.raises(ValueError, match=f"{len(long)} tokens") as caught:
+        operator.generate([short, long], **GREEDY)
+    assert caught.value.invoke == 1  # type: ignore[attr-defined]
+    settings: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 4}
+    assert client.completions.create(prompt=short, **settings).choices[0].finish_reason == "length"
+    with pytest.raises(openai.InternalServerError, match=f"ValueError: {len(long)} tokens"):
+        client.completions.create(prompt=long, **settings)
+    with pytest.raises(openai.APIError, match=f"ValueError: {len(long)} tokens"):
+        list(client.completions.create(prompt=long, stream=True, **settings))
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.post("/v1/responses", {"model": "tiny", "input": PROMPT * 3, "max_output_tokens": 4})
+    assert refused.value.code == 500
+    assert "tokens" in json.load(refused.value)["error"]["message"]
+
+
+@pytest.mark.parametrize("source", ["import os", "x = model._engine", "open('/etc/passwd')"])
+def test_an_edit_is_restricted(operator: Any, source: str, tmp_path: Any) -> None:
+    file = tmp_path / "edit.py"
+    file.write_text(f"def install(model):\n    with model.edit() as (tracer, edit):\n        {source}\n")
+    space: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    with pytest.raises(insitu.NotAllowedError):
+        space["install"](operator)
+    assert operator.edits() == []
