@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,16 +30,25 @@ GREEDY = {"temperature": 0.0, "max_tokens": 1}
 KEY = "a key for the tests"
 
 
+INSITU = (sys.executable, "-m", "insitu.cli", "serve")
+
+
 class Server:
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self, *arguments: str, command: Sequence[str] = INSITU, environment: Mapping[str, str] | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         settings = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny")
-        command = [sys.executable, "-m", "insitu.cli", "serve", models.tiny("llama"), *settings, *arguments]
-        self.process = subprocess.Popen([*command, "--port", str(self.port)], start_new_session=True)
-        self.wait()
+        whole = [*command, models.tiny("llama"), *settings, *arguments, "--port", str(self.port)]
+        self.process = subprocess.Popen(whole, start_new_session=True, env=environment)
+        try:
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
 
     def wait(self) -> None:
         for _ in range(1200):

@@ -125,8 +125,13 @@ def test_the_schema_is_given(server: Server) -> None:
 
 
 @pytest.mark.parametrize("extra", [{"permission": "trusted"}])
-def test_keys_for_what_the_server_does_not_do_are_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
+def test_keys_for_what_the_server_does_not_do_are_refused(
+    tmp_path: Path, extra: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "keys.json"
     file.write_text(json.dumps([{"name": "lab", "key": "long enough", **extra}]))
+    arguments = [models.tiny("llama"), "--insitu-keys", str(file)]
     with pytest.raises(insitu.ArgumentError, match="'lab'"):
-        parsed([models.tiny("llama"), "--insitu-keys", str(file)])
+        parsed(arguments)
+    parsed([*arguments, "--trust-code"])
+    assert "can run any code" in capsys.readouterr().err

@@ -212,7 +212,7 @@ def test_text_that_is_no_block_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"kind": "edit"},
+        {"kind": "other"},
         {"insitu": 99},
         {"invokes": []},
         {"invokes": {}},

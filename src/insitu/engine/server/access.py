@@ -11,8 +11,6 @@ from fastapi.responses import JSONResponse
 
 from insitu.net import Key, Keys, Permission
 
-_ANYBODY = Key("anybody", b"", Permission.BLOCKS, edits=True)
-
 
 class RefusedError(Exception):
     """An answer with another status than 200."""
@@ -27,16 +25,18 @@ class RefusedError(Exception):
 
 
 class Access:
-    """The keys of a server, and what runs under each. Without keys, everybody who reaches it may send blocks."""
+    """The keys of a server, and what runs under each. Without keys, everybody who reaches it may do what ``anybody``
+    says, and install edits."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, anybody: Permission = Permission.BLOCKS) -> None:
         self._keys = keys
+        self._anybody = Key("anybody", b"", anybody, edits=True)
         self._running: Counter[str] = Counter()
 
     def key(self, request: Request, permission: Permission = Permission.FORM) -> Key:
         """Whose request it is. Raises ``RefusedError`` if it has no key, or one that may not ask for this."""
         if not len(self._keys):
-            return _ANYBODY
+            return self._anybody
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         key = self._keys.find(given) if kind.lower() == "bearer" else None
         if key is None:

@@ -23,6 +23,7 @@ from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.engine import Result, request_of
 from insitu.engine.job import Job
+from insitu.engine.server.access import Access, RefusedError
 from insitu.engine.server.plain import as_json
 from insitu.engine.tag import ASKED
 from insitu.guard import GuardLimits
@@ -88,10 +89,10 @@ asked_beside: ContextVar[Beside | None] = ContextVar("asked_beside", default=Non
 class BesideOpenAI:
     """Stands around vLLM's handlers of completions and chats, and around its engine's ``generate``."""
 
-    def __init__(self, model: AsyncVLLM, limits: GuardLimits | None = None) -> None:
+    def __init__(self, model: AsyncVLLM, access: Access) -> None:
         self._model = model
+        self._access = access
         self._engine: Any = model._running()
-        self._limits = limits or GuardLimits()
         self._generate = self._engine.llm.generate
 
     def watch(self, state: Any) -> None:
@@ -111,7 +112,9 @@ class BesideOpenAI:
         if asked is None and not self._engine.installed:
             return await create(request, raw_request)
         try:
-            beside = self._beside(request, asked)
+            beside = self._beside(request, asked, raw_request)
+        except RefusedError as error:
+            return handler.create_error_response(str(error), error.code, HTTPStatus(error.status), FIELD)
         except (InsituError, ValueError) as error:
             return _refusal(handler, error)
         answer: Any = None
@@ -131,9 +134,10 @@ class BesideOpenAI:
                 setattr(answer.choices[index], FIELD, {"saves": saves})
         return answer
 
-    def _beside(self, request: Any, asked: Any) -> Beside:
+    def _beside(self, request: Any, asked: Any, raw_request: Any) -> Beside:
         if asked is None:
             return Beside(told=not request.use_beam_search)
+        key = self._access.key(raw_request)
         try:
             found = msgspec.convert(asked, _Field)
         except msgspec.ValidationError as error:
@@ -146,7 +150,7 @@ class BesideOpenAI:
         if request.use_beam_search:
             raise FormError("a form can't run beside beam search, which makes many requests of one", "not-supported")
         form = parsed({"actions": found.actions})
-        return Beside(form_block(form, self._model, self._limits.saved_bytes), found.edits)
+        return Beside(form_block(form, self._model, GuardLimits().of_key(key.limits).saved_bytes), found.edits)
 
     # -- requests -------------------------------------------------------------------------
 

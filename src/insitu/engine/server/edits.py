@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from insitu.block import FunctionBlock, InsituError
+from insitu.block import Block, FunctionBlock, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.edit import AsyncEdit, EditTracer
 from insitu.engine.client.same_rows import does_same_to_rows
@@ -47,7 +47,7 @@ class Edits:
             if len(asked.invokes) != 1:
                 raise WireError("an edit is one block")
             (one,) = self._traces.blocks(asked, key, tracer)
-            if not isinstance(one.block, GuardedBlock):
+            if not isinstance(one.block, (Block, GuardedBlock)):
                 raise WireError("an edit is a block, not a function")
         except (InsituError, WireError, ValueError, TypeError) as error:
             raise _refused(error) from None

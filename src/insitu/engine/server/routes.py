@@ -22,7 +22,6 @@ from insitu.net import (
     Event,
     Failed,
     Key,
-    Keys,
     Permission,
     TraceRequest,
     WireError,
@@ -50,10 +49,10 @@ class _Route(APIRoute):
         return handled
 
 
-def router(model: AsyncVLLM, traces: Traces, keys: Keys) -> APIRouter:
-    """insitu's routes. Without keys, everybody who reaches the server may use them."""
+def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
+    """insitu's routes."""
     made = APIRouter(prefix=PREFIX, tags=["insitu"], route_class=_Route)
-    access, edits = Access(keys), Edits(model, traces)
+    edits = Edits(model, traces)
 
     async def _asked(request: Request, kind: str) -> TraceRequest:
         body = await _body(request, traces.wire.header + traces.wire.tensors)

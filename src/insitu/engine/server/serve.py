@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
 import ipaddress
+import os
+import socket
+import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import uvloop
+from vllm import envs
 from vllm.entrypoints.openai import api_server
 from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -17,13 +21,19 @@ from insitu.block import ArgumentError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.launch import OURS, cpu_memory, refusal
 from insitu.engine.client.start_async import attached
+from insitu.engine.server.access import Access
 from insitu.engine.server.beside import BesideOpenAI
 from insitu.engine.server.elsewhere import Elsewhere
 from insitu.engine.server.routes import PREFIX, router
 from insitu.engine.server.traces import Traces
 from insitu.net import Keys, Permission
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+_TRUSTING = """\
+insitu: --trust-code: blocks are neither checked nor limited. Whoever has a key that may send them, or without keys
+whoever reaches this address, can run any code here as {user} on {machine}: read its files and the requests of
+others, use its network, change this server. Keys of --api-key may; those of a file may what their permission
+says. Nothing is unpickled."""
 
 
 class Routes:
@@ -43,8 +53,9 @@ class Routes:
             raise error
         model = AsyncVLLM(args.model)
         model._engine = await attached(engine_client, model)
-        BesideOpenAI(model).watch(state)
-        self._app.include_router(router(model, Traces(model), _keys(args)))
+        access = Access(_keys(args), _permission(args))
+        BesideOpenAI(model, access).watch(state)
+        self._app.include_router(router(model, Traces(model), access))
         state.insitu = model
 
 
@@ -54,45 +65,65 @@ def serve(arguments: Sequence[str]) -> None:
     Raises ``ArgumentError`` for another address than loopback without a key, and for what blocks can't run under.
     """
     args = parsed(arguments)
-    with _with_routes():
-        uvloop.run(api_server.run_server(args))
+    add_routes(api_server)
+    uvloop.run(api_server.run_server(args))
 
 
 def parsed(arguments: Sequence[str]) -> Namespace:
     """The arguments as vLLM has them, with what insitu needs of the engine. The address is loopback if left out."""
     parser = make_arg_parser(FlexibleArgumentParser(prog="insitu serve"))
     parser.add_argument("--insitu-keys", metavar="FILE", help="further keys for insitu's routes: docs/security.md")
+    parser.add_argument("--trust-code", action="store_true", help="take any code, not restricted blocks alone")
     args: Any = parser.parse_args(list(arguments))
     validate_parsed_serve_args(args)
     args.model = getattr(args, "model_tag", None) or args.model
     if args.host is None and args.uds is None:
-        args.host = _LOOPBACK
-    if not (args.uds or _is_loopback(str(args.host)) or any(args.api_key or [])):
+        args.host = LOOPBACK
+    adapt(args)
+    return args
+
+
+def adapt(args: Any) -> None:
+    """Sets what insitu needs of the engine. Raises ``ArgumentError`` for what it can't be served under."""
+    if not (args.uds or _is_loopback(str(args.host)) or _given_keys(args)):
         raise ArgumentError(
-            f"--host {args.host}: whoever reaches this address could run blocks here. Give --api-key KEY, or leave "
-            f"--host out, which serves this machine alone"
+            f"--host {args.host}: whoever reaches this address could run blocks here. Give --api-key KEY, or serve "
+            f"this machine alone with --host {LOOPBACK}, as `insitu serve` does if --host is left out"
         )
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1 or args.pipeline_parallel_size > 1:
         raise ArgumentError("insitu serve runs one API server, one pipeline stage and one data parallel rank")
     _keys(args)  # a file that can't be read is told before the engine is built
+    if _permission(args) == Permission.TRUSTED:
+        print(_TRUSTING.format(user=getpass.getuser(), machine=socket.gethostname()), file=sys.stderr, flush=True)
     for name, value in {**OURS, **cpu_memory(_given(args))}.items():
         setattr(args, name, value)
-    return args
+
+
+def _given_keys(args: Any) -> list[str]:
+    """Those of vLLM's own routes."""
+    return [key for key in args.api_key or [envs.VLLM_API_KEY] if key]
 
 
 def _keys(args: Any) -> Keys:
     """Those of ``--api-key``, which are for vLLM's routes too and may send blocks, and those of the file."""
-    keys = Keys.of_texts([key for key in args.api_key or [] if key], Permission.BLOCKS)
-    if args.insitu_keys is None:
+    keys = Keys.of_texts(_given_keys(args), _permission(args))
+    file = getattr(args, "insitu_keys", None) or os.environ.get("INSITU_KEYS")
+    if not file:
         return keys
-    more = Keys.load(args.insitu_keys)
+    more = Keys.load(file)
     for key in more:
-        if key.permission == Permission.TRUSTED:
+        if key.permission > _permission(args):
             raise ArgumentError(
-                f"--insitu-keys: {key.name!r} may run any code, which this version's server does not "
-                f"do: give it the permission 'blocks' or 'form'"
+                f"the file of keys: {key.name!r} may run any code, which a server takes that was started with "
+                f"--trust-code: give it the permission 'blocks' or 'form', or start with that"
             )
     return Keys([*keys, *more])
+
+
+def _permission(args: Any) -> Permission:
+    """That of the keys of vLLM's own routes, and of everybody where there are no keys."""
+    trusting = getattr(args, "trust_code", False) or os.environ.get("INSITU_TRUST_CODE", "0") not in ("", "0")
+    return Permission.TRUSTED if trusting else Permission.BLOCKS
 
 
 def _given(args: Any) -> dict[str, Any]:
@@ -101,10 +132,14 @@ def _given(args: Any) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-@contextmanager
-def _with_routes() -> Iterator[None]:
-    """vLLM loads endpoint plugins by entry point and allow-list; who starts this server has asked for this one."""
-    attach = api_server._attach_endpoint_plugins
+def add_routes(module: Any) -> None:
+    """vLLM loads endpoint plugins by entry point and allow-list; who starts this server has asked for this one.
+
+    ``module``: vLLM's ``api_server``, under the name by which it was started. A second time does nothing.
+    """
+    attach = module._attach_endpoint_plugins
+    if getattr(attach, "is_insitu", False):
+        return
 
     def attach_ours(app: Any, supported_tasks: Any) -> None:
         attach(app, supported_tasks)
@@ -112,11 +147,8 @@ def _with_routes() -> Iterator[None]:
         ours.attach_router(app)
         app.state.endpoint_plugins = [*app.state.endpoint_plugins, ours]
 
-    api_server._attach_endpoint_plugins = attach_ours
-    try:
-        yield
-    finally:
-        api_server._attach_endpoint_plugins = attach
+    attach_ours.is_insitu = True  # type: ignore[attr-defined]
+    module._attach_endpoint_plugins = attach_ours
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
-from insitu.block import ArgumentError, InsituError
+from insitu.block import ArgumentError, Block, FunctionBlock, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.plan import Wave
 from insitu.engine.job import Job
+from insitu.engine.server.trusted import TrustedInvoke, trusted
 from insitu.guard import GuardedBlock, GuardLimits, RestrictedInvoke, restricted
 from insitu.guard.allowed import resolved
-from insitu.net import Done, Event, Failed, Key, Named, Output, Saves, TraceRequest, WireError, WireLimits
+from insitu.net import Done, Event, Failed, Key, Named, Output, Permission, Saves, TraceRequest, WireError, WireLimits
 
 Events = AsyncIterator[Event]
 
 
 class Traces:
-    """The traces of one server. Blocks run under the allow-list of ``insitu.guard``."""
+    """The traces of one server. Blocks run under the allow-list of ``insitu.guard``, but for those of trusted keys."""
 
     def __init__(self, model: AsyncVLLM, limits: GuardLimits | None = None, wire: WireLimits | None = None) -> None:
         self._model = model
@@ -86,16 +88,20 @@ class Traces:
         tracer = AsyncTrace(engine, [], {})
         wave: Wave = []
         for number, one in enumerate(self.blocks(asked, key, tracer)):
-            block: Any = one.block
-            values = one.values if isinstance(one.block, GuardedBlock) else {}
+            block: Any = FunctionBlock(one.block) if isinstance(one.block, FunctionType) else one.block
+            values = one.values if isinstance(one.block, (Block, GuardedBlock)) else {}
             job = Job(uuid.uuid4().hex, block, values, "<client>", tracer, shared=frozenset(one.shared), invoke=number)
             require_plain(one.sampling)
             wave.append((engine.prepare(one.prompt, one.sampling, key.name), job))
         return wave
 
-    def blocks(self, asked: TraceRequest, key: Key, tracer: Any) -> list[RestrictedInvoke]:
-        """Its blocks, restricted, with the values that they need. ``tracer`` is what that name stands for in them."""
-        return restricted(asked, partial(self._named, tracer), self._limits.of_key(key.limits), self.wire)
+    def blocks(self, asked: TraceRequest, key: Key, tracer: Any) -> Sequence[RestrictedInvoke | TrustedInvoke]:
+        """Its blocks with the values that they need, restricted unless the key is trusted with any code. ``tracer`` is
+        what that name stands for in them."""
+        named = partial(self._named, tracer)
+        if key.permission >= Permission.TRUSTED:
+            return trusted(asked, named, self.wire)
+        return restricted(asked, named, self._limits.of_key(key.limits), self.wire)
 
     def _named(self, tracer: Any, ref: Named) -> Any:
         if ref.kind == "model":
