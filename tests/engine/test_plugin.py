@@ -21,16 +21,29 @@ from tests.engine.test_server import KEY, Server
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 ROOT = Path(__file__).resolve().parent.parent.parent
 GROUP, PLUGIN = "vllm.general_plugins", "insitu.engine.server.plugin:register"
-VLLM = [str(Path(sys.executable).parent / "vllm"), "serve", "--host", "127.0.0.1"]
+VLLM = [str(Path(sys.executable).parent / "vllm"), "serve"]
+HERE = ("--host", "127.0.0.1")
+
+
+def packaged(folder: Path, name: str, version: str) -> Path:
+    about = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return about
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return vllm.__version__.partition("+")[0] + "+cpu"  # by which it knows what it was built for
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One in which insitu is installed with the entry point of its pyproject, whatever is installed here."""
     folder = tmp_path_factory.mktemp("installed")
-    about = folder / "insitu_entry_points-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: insitu-entry-points\nVersion: 0\n")
+    about = packaged(folder, "insitu-entry-points", "0")
+    packaged(folder, "vllm", vllm_version())  # the `vllm` command of the CPU build asks for a package of that name
     assert f'[project.entry-points."{GROUP}"]\ninsitu = "{PLUGIN}"\n' in (ROOT / "pyproject.toml").read_text()
     (about / "entry_points.txt").write_text(f"[{GROUP}]\ninsitu = {PLUGIN}\n")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])}
@@ -38,7 +51,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(environment: dict[str, str]) -> Iterator[Server]:
-    made = Server("--api-key", KEY, command=VLLM, environment={**environment, "INSITU_SERVE": "1"})
+    made = Server("--api-key", KEY, *HERE, command=VLLM, environment={**environment, "INSITU_SERVE": "1"})
     yield made
     made.close()
 
@@ -56,7 +69,7 @@ def test_a_plain_vllm_serve_has_the_routes(server: Server) -> None:
 
 
 def test_without_the_variable_it_is_as_ever(environment: dict[str, str]) -> None:
-    server = Server(command=VLLM, environment=environment)
+    server = Server(*HERE, command=VLLM, environment=environment)
     try:
         asked: dict[str, Any] = {"model": "tiny", "prompt": ids_of("llama"), "max_tokens": 2, "temperature": 0}
         assert server.post("/v1/completions", asked)["choices"][0]["finish_reason"] == "length"
