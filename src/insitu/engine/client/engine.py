@@ -37,13 +37,12 @@ ABORTED = "the request was aborted before it ended"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt and its sampling settings, checked before anything runs."""
+    """A prompt and its sampling settings, checked before anything runs. ``tenant``: at a server, whose it is."""
 
     prompt: dict[str, Any]
     params: SamplingParams
     lora: Any = None
     tenant: str = ""
-    """At a server, whose request it is."""
 
 
 @dataclass

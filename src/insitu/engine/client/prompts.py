@@ -35,7 +35,7 @@ def as_prompt(prompt: Any, tokenizer: Callable[[], Any], limits: Limits) -> dict
     Raises ``PromptError`` if it is empty, several prompts at once, too long, or none of these.
     """
     if type(prompt) is list and set(map(type, prompt)) == {int}:
-        return _checked({"prompt_token_ids": prompt.copy()}, limits)
+        return checked({"prompt_token_ids": prompt.copy()}, limits)
     if isinstance(prompt, str):
         return checked({"prompt": prompt, "prompt_token_ids": _encoded(prompt, tokenizer)}, limits)
     if isinstance(prompt, Mapping):
