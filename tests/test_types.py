@@ -57,6 +57,7 @@ def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("types")
     lines = [f"reveal_type({expression})" for expression in KNOWN]
     (folder / "user.py").write_text(TEXT + "\n".join(lines) + "\n")
+    (folder / "strict.py").write_text((ROOT / "tests" / "strict_user.py").read_text())
     config = {"extraPaths": [str(ROOT / "src")], "pythonVersion": "3.10", "typeCheckingMode": "standard"}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     done = subprocess.run(
@@ -64,8 +65,10 @@ def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         capture_output=True,
         text=True,
     )
-    found = json.loads(done.stdout)["generalDiagnostics"]
-    assert [each["message"] for each in found if each["severity"] == "error"] == []
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == 2
+    found = report["generalDiagnostics"]
+    assert [(each["file"], each["message"]) for each in found if each["severity"] == "error"] == []
     shown = {each["range"]["start"]["line"]: each["message"] for each in found if each["severity"] == "information"}
     first = TEXT.count("\n")
     types = [re.search(r'is "(.*)"$', shown[first + i]) for i in range(len(KNOWN))]
