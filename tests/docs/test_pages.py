@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,20 @@ from tests.docs import pages
 RUNNABLE = [page for page in pages.PAGES if pages.blocks(page)]
 
 
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[list[str]]]]:
+    """The pages that are asked for, two at a time: most of a page is the start of its engine, on one core."""
+    name = test_page_prints_what_it_shows.__name__
+    chosen = [item.callspec.params["page"] for item in request.session.items if item.originalname == name]
+    with ThreadPoolExecutor(2) as pool:
+        yield {page: pool.submit(pages.run, page) for page in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_page_prints_what_it_shows(page: Path) -> None:
-    outputs = pages.run(page)
+def test_page_prints_what_it_shows(page: Path, running: dict[Path, Future[list[str]]]) -> None:
+    outputs = running[page].result()
     shown = [block.output or "" for block in pages.blocks(page)]
     assert outputs == shown, "`make docs-output` writes down what the code prints"
     assert str(pages.ROOT) not in page.read_text("utf-8")
