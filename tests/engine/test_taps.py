@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,22 +15,10 @@ import torch
 
 import insitu
 from insitu.block import ArgumentError, InsituError, LocationError, SharedModuleError, UnknownModuleError
-from insitu.run import Cache
-from tests.engine.helpers import difference, own_engine, plain
+from tests.engine.helpers import own_engine, plain
+from tests.engine.taps import PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of, recorded, taps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
-
-PLACES = [
-    "resid_post",
-    "embed",
-    "model.layers.1.mlp.output",
-    "model.layers.2.input",
-    "model.layers.2.post_attention_layernorm.input",
-    "model.layers.3.self_attn.output",
-    "model.norm.output",
-]
-PROMPTS = [[5, 90, 33, 400, 17, 8, 250], [31, 7, 7, 12], [44], [6, 300, 21, 21, 21, 9]]
-SETTINGS = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +27,10 @@ def tapped(engines: Any) -> Iterator[Any]:
         yield model
 
 
-def taps_of(model: Any) -> Any:
-    return model.vllm_entrypoint.llm_engine.vllm_config.compilation_config.static_forward_context["insitu.taps"]
-
-
 @pytest.fixture(params=["between pieces", "recorded"])
 def model(request: pytest.FixtureRequest, tapped: Any) -> Iterator[Any]:
-    taps = taps_of(tapped)
-    before = taps.in_graph
-    if request.param == "recorded":
-        taps.rows = 256
-        for tap in taps.taps.values():
-            tap.rows, tap.copies, tap.table = taps.rows, None, None
-        interleaver = taps.shown.__self__
-        taps.in_graph = lambda tensor: not interleaver.calls.running
-    yield tapped
-    taps.in_graph = before
-
-
-Block = Callable[[Any, Any], Any]
+    with recorded(tapped) if request.param == "recorded" else nullcontext():
+        yield tapped
 
 
 def read_streams(model: Any, tracer: Any) -> Any:
@@ -202,27 +176,6 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-def name_of(block: Block) -> str:
-    return block.__name__
-
-
-def flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Cache):
-        return flat([cached.output for cached in value.values()])
-    if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in flat(part)]
-    return []
-
-
-def assert_same(ours: Any, wanted: Any, what: str) -> None:
-    ours, wanted = flat(ours), flat(wanted)
-    assert len(ours) == len(wanted) > 0
-    for i, (one, two) in enumerate(zip(ours, wanted, strict=True)):
-        assert difference(one, two) < 2e-5, f"{what}, value {i}"
-
-
 def in_one_batch(engine: Any, settings: dict[str, Any]) -> list[Any]:
     """What each kind of block gives, all in one trace."""
     with engine.trace(**settings) as tracer:
@@ -332,12 +285,7 @@ def test_engines_with_other_taps_do_not_mix(tapped: Any, engines: Any, llama: An
 
 def test_an_edit_by_promise_counts_as_one(tapped: Any) -> None:
     """Of a block that has edited, a preempted request can't just be computed again."""
-    taps = taps_of(tapped)
-    interleaver, before = taps.shown.__self__, taps.in_graph
-    taps.rows = 256
-    for tap in taps.taps.values():
-        tap.rows, tap.copies, tap.table = taps.rows, None, None
-    taps.in_graph = lambda tensor: not interleaver.calls.running
+    interleaver = taps_of(tapped).shown.__self__
     seen: list[tuple[bool, bool]] = []
 
     def block(tracer: Any) -> None:
@@ -350,100 +298,7 @@ def test_an_edit_by_promise_counts_as_one(tapped: Any) -> None:
                 tapped.logits
                 seen.append((promised, current.get().edited))
 
-    try:
+    with recorded(tapped):
         for _ in range(2):
             tapped.run(block, PROMPTS[0], **SETTINGS)
-    finally:
-        taps.in_graph = before
     assert seen[-4:] == [(True, True)] * 4
-
-
-def change_what_was_added(model: Any, tracer: Any) -> Any:
-    seen, vector = [], None
-    for _ in tracer.iter[:]:
-        stream = model.resid_post[1]
-        vector = torch.linspace(-3, 3, stream.shape[-1]).to(stream) if vector is None else vector
-        stream += vector
-        vector *= -0.5
-        seen += [model.resid_post[2], model.logits]
-    return seen
-
-
-def edit_what_was_left_behind(model: Any, tracer: Any) -> Any:
-    seen = []
-    for _ in tracer.iter[:]:
-        first, second = model.resid_post[0], model.resid_post[2]
-        first += 1
-        seen += [first, second, model.logits]
-    return seen
-
-
-def keep_copies(model: Any, tracer: Any) -> Any:
-    seen = []
-    for _ in tracer.iter[:]:
-        seen.append(model.resid_post[1].clone())
-        model.resid_post[1] += 1
-        seen += [model.resid_post[1], model.resid_post[2].clone(), model.resid_post[3][-1]]
-    return seen
-
-
-def look_back(model: Any, tracer: Any) -> Any:
-    rows, seen = [], []
-    for step in tracer.iter[:]:
-        rows.append(model.resid_post[3])
-        if step == 3:
-            seen.append(rows[1] * 2)
-            rows[2] += 1
-            seen.append(model.logits)
-    return rows, seen
-
-
-def end_early(model: Any, tracer: Any) -> Any:
-    return [model.resid_post[3] for _ in tracer.iter[:4]], [model.resid_post[3] for _ in tracer.iter[4:]]
-
-
-def ask_what_was_drawn(model: Any, tracer: Any) -> Any:
-    seen = []
-    for step in tracer.iter[:]:
-        seen.append(model.resid_post[3])
-        if step == 2:
-            seen.append(torch.tensor([float(len(tracer.tokens))]))
-    return seen
-
-
-AHEAD = [change_what_was_added, edit_what_was_left_behind, keep_copies, look_back, end_early]
-
-
-@pytest.mark.parametrize("block", [*AHEAD, ask_what_was_drawn], ids=name_of)
-def test_blocks_that_run_ahead_of_their_requests(model: Any, llama: Any, block: Block) -> None:
-    prompts = [[*PROMPTS[i % 4], 10 + i] for i in range(6)]
-    settings = {**SETTINGS, "max_tokens": 9}
-    for _ in range(2):
-        ours, wanted = [each.run(functools.partial(block, each), prompts, **settings) for each in (model, llama)]
-        assert_same(ours, wanted, block.__name__)
-
-
-@pytest.mark.parametrize("step", [3, 7])
-def test_what_ends_a_request_ends_it_in_its_own_step(model: Any, step: int) -> None:
-    def stop(tracer: Any) -> Any:
-        rows = []
-        for number in tracer.iter[:]:
-            rows.append(model.resid_post[3])
-            if number == step:
-                tracer.stop()
-        return rows, tracer.result
-
-    def fail(tracer: Any) -> None:
-        for number in tracer.iter[:]:
-            insitu.save(model.resid_post[3])
-            if number == step:
-                raise ZeroDivisionError
-
-    settings = {**SETTINGS, "max_tokens": 12}
-    for _ in range(2):
-        rows, result = model.run(stop, PROMPTS[0], **settings)
-        assert len(rows) == len(result.outputs[0].token_ids) == step + 1
-        assert all(row.isfinite().all() for row in rows)
-        with pytest.raises(ZeroDivisionError):
-            model.run(fail, PROMPTS[0], **settings)
-    assert model.in_flight() == 0

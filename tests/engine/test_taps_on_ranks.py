@@ -10,17 +10,8 @@ import pytest
 
 from insitu.block import InsituError, LocationError, UnknownModuleError
 from tests.engine.helpers import own_engine, plain
-from tests.engine.test_taps import (
-    BLOCKS,
-    PLACES,
-    PROMPTS,
-    SETTINGS,
-    Block,
-    assert_same,
-    in_one_batch,
-    name_of,
-    read_streams,
-)
+from tests.engine.taps import PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of
+from tests.engine.test_taps import BLOCKS, in_one_batch, read_streams
 
 pytestmark = [pytest.mark.slow]
 

@@ -29,7 +29,8 @@ def test_pattern_times_values_is_what_attention_returns(name: str, settings: dic
     import insitu
     from tests.architectures.tiny import tiny
 
-    arguments = {"dtype": "bfloat16", "max_model_len": 128, "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    arguments = {"dtype": "bfloat16", "max_model_len": 128, "gpu_memory_utilization": 0.1, "enforce_eager": True}
+    arguments |= {"kv_cache_memory_bytes": 2**28}
     prompt = torch.randint(5, 400, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     with insitu.VLLM(tiny(name), dispatch=True, skip_tokenizer_init=True, **arguments, **settings) as model:
         outline = model._running().outline

@@ -22,7 +22,8 @@ LENGTHS = (7, 40, 129, 16, 1, 300)
 def model(folder: str) -> Iterator[Any]:
     import insitu
 
-    arguments = {"dtype": "bfloat16", "max_model_len": 1024, "gpu_memory_utilization": 0.3}
+    arguments = {"dtype": "bfloat16", "max_model_len": 1024, "gpu_memory_utilization": 0.1}
+    arguments |= {"kv_cache_memory_bytes": 2**30}
     with insitu.VLLM(folder, dispatch=True, skip_tokenizer_init=True, **arguments) as model:
         config = model.vllm_entrypoint.llm_engine.vllm_config
         assert not config.model_config.enforce_eager

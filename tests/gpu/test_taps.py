@@ -12,19 +12,9 @@ from typing import Any
 import pytest
 
 import insitu
-from tests.engine.test_taps import (
-    AHEAD,
-    BLOCKS,
-    PLACES,
-    PROMPTS,
-    SETTINGS,
-    Block,
-    flat,
-    in_one_batch,
-    name_of,
-    read_streams,
-    replace_output,
-)
+from tests.engine.taps import PLACES, PROMPTS, SETTINGS, Block, flat, name_of
+from tests.engine.test_taps import BLOCKS, in_one_batch, read_streams, replace_output
+from tests.engine.test_taps_ahead import AHEAD
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +24,8 @@ BOUND = 0.04
 
 @pytest.fixture(scope="module")
 def engines(folder: str) -> Iterator[tuple[Any, Any]]:
-    arguments = {"dtype": "bfloat16", "max_model_len": 1024, "gpu_memory_utilization": 0.2, "max_num_seqs": 64}
-    arguments |= {"skip_tokenizer_init": True, "dispatch": True}
+    arguments = {"dtype": "bfloat16", "max_model_len": 1024, "gpu_memory_utilization": 0.1, "max_num_seqs": 64}
+    arguments |= {"skip_tokenizer_init": True, "dispatch": True, "kv_cache_memory_bytes": 2**30}
     with insitu.VLLM(folder, taps=PLACES, **arguments) as tapped, insitu.VLLM(folder, **arguments) as untapped:
         config = tapped.vllm_entrypoint.llm_engine.vllm_config.compilation_config
         assert config.cudagraph_mode.has_full_cudagraphs()

@@ -17,7 +17,7 @@ from insitu.run.promised import Like, Promisable, PromisedServed, Target
 from insitu.run.served import Rows, Served
 from insitu.tree import Place
 
-_BURST = 0  # not in use: running ahead, a later engine of the same process was seen to end in a segmentation fault
+_BURST = 8
 _MOST_BYTES = 2**29
 _VECTORS = 2048
 
@@ -122,12 +122,13 @@ class Ahead:
 
     # -- the forward's side ---------------------------------------------------------------
 
-    def edits(self) -> dict[Place, list[tuple[BlockRun, Target]]]:
+    def edits(self) -> dict[Place, dict[BlockRun, Target]]:
         """What blocks have written into promises of this step."""
-        return {
-            place: [(run, target) for run, visit in visits if (target := visit.affine)]
+        found = {
+            place: {run: target for run, visit in visits if (target := visit.affine)}
             for place, visits in self.now.visits.items()
         }
+        return {place: each for place, each in found.items() if each}
 
     def keep_at(self, place: Place, live: Any, rows: Mapping[BlockRun, Rows]) -> None:
         """The value at ``place`` is there, edits included: gives it to those to whom it was promised."""

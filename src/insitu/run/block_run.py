@@ -30,6 +30,9 @@ from insitu.tree import STEP, Listing, Place, current
 # By these a tensor is changed without its version counter taking note.
 _BEHIND_TORCH = {"data", "numpy", "asarray", "array", "frombuffer", "from_dlpack", "memoryview", "ctypes", "data_ptr"}
 _BEHIND_TORCH |= {"storage", "untyped_storage", "set_"}
+# These take values without asking for them, or can't wait for them.
+_UNASKED = {"tensor", "as_tensor", "as_subclass", "Tensor", "FloatTensor", "HalfTensor", "BFloat16Tensor", "to_dlpack"}
+_UNASKED |= {"ops", "library", "custom_op", "jit", "_C", "_make_subclass"}
 
 
 class Model(Protocol):
@@ -107,6 +110,7 @@ class BlockRun:
         self.code = code_of(program)
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
+        self.reads_unseen = not _UNASKED.isdisjoint(mentioned)
         self.writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)
         self._keys = KeyRecorder(model.anatomy.keys) if reads_later_patterns(mentioned, length) else None
         self.recorders: list[Recorder] = [] if self._keys is None else [self._keys]
@@ -185,6 +189,11 @@ class BlockRun:
     def in_step(self) -> bool:
         """Whether the block reads the step that the forward is in, and not a later one."""
         return self.step == self.steps - 1
+
+    @property
+    def visited(self) -> Served | None:
+        """What the block was served last, until it moves on."""
+        return self._served
 
     @property
     def skipped(self) -> list[Place]:

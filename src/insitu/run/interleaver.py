@@ -101,6 +101,10 @@ class Interleaver:
         """The step that the block waits for begins."""
         run.hand(_BEGUN)
 
+    def work_ahead(self, is_time: Callable[[], bool]) -> None:
+        """Between two steps, while ``is_time``: does what can be done before it is asked for."""
+        self.sender.work(is_time)
+
     def idle(self) -> None:
         """Instead of ``begin``, in a step without runs."""
 

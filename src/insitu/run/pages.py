@@ -20,7 +20,8 @@ class Page:
 
     def __init__(self, like: Any, count: int) -> None:
         """``like``: a request's row of it, ``shape``, ``dtype`` and ``device``."""
-        self.memory = torch.empty((count, *like.shape[1:]), dtype=like.dtype, device=like.device)
+        # Not numbers, so that nobody takes them for values.
+        self.memory = torch.full((count, *like.shape[1:]), torch.nan, dtype=like.dtype, device=like.device)
         # Views with a version counter of their own: an edit of one is none of another.
         self.rows: Sequence[torch.Tensor] = self.memory.unsafe_split(1)
         self.runs: list[Any] = []

@@ -8,10 +8,12 @@ but an affine edit makes the block wait for the place after all, and the promise
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
 from typing import Any, Protocol
 
 import torch
 
+from insitu.block import LocationError
 from insitu.run.affine import Affine, as_row, number
 from insitu.run.served import map_tensors
 
@@ -34,6 +36,7 @@ class Promise(torch.Tensor):
                 return answer
         about = func.__self__.__name__ in _ATTRIBUTES if name == "__get__" else name in _ABOUT
         if not about:
+            _require_can_wait(func)
             demand((args, kwargs))
         with _plain():
             return func(*args, **(kwargs or {}))
@@ -94,7 +97,25 @@ def demand(value: Any) -> None:
     found: list[Promise] = []
     map_tensors(value, lambda tensor: found.append(tensor) if type(tensor) is Promise else None)
     for promise in found:
-        promise.place.keep()
+        if type(promise) is Promise:  # the one before may have been of the same value
+            promise.place.keep()
+        if type(promise) is Promise:
+            raise RuntimeError("a promised value is asked for that has gone by: a fault of insitu's")
+
+
+_CAN_WAIT = (
+    BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType,
+)  # fmt: skip
+
+
+def _require_can_wait(func: Any) -> None:
+    """Operators of ``torch.ops`` and compiled scripts end the process if they are left in another order than they
+    were called in, of the block's and of the forward's."""
+    if not isinstance(func, _CAN_WAIT):
+        raise LocationError(
+            f"`{func}` was given a value that the forward has not computed yet, and can't wait for it: give it a copy "
+            f"that was (`value.float()`), or call `torch.ops` in the block's own text, which tells insitu to wait"
+        )
 
 
 # -- what can be noted ------------------------------------------------------------------------

@@ -141,6 +141,8 @@ class PromisedServed(Served):
     def value(self) -> Any:
         if self.kept is not None:
             return self.kept.value
+        if self.fulfilled:
+            raise RuntimeError("a promised value is asked for that has gone by: a fault of insitu's")
         if self._made is None:
             parts = [Target(self, i) for i in range(len(self.known.like))]
             self.targets += parts
@@ -224,11 +226,10 @@ class PromisedServed(Served):
         """Waits for the value, and makes of the promises what they promised."""
         if self.kept is not None or self.fulfilled:
             return
-        if self.closed and self.step < self.run.step:
-            self.run.until_over(self.step)
+        if self.closed:
+            self._keep_what_was_left()
             return
-        if not self.closed:
-            self.run.hold_stream()
+        self.run.hold_stream()
         self.waits = True  # from here on this is the block's matter
         self.kept = real = self.wait(self)
         floating = tensors_in(real.live).floating
@@ -246,6 +247,13 @@ class PromisedServed(Served):
             self.target.edits.apply(self.target.promise)
         self.targets.clear()
         self.target = None
+
+    def _keep_what_was_left(self) -> None:
+        """The block is at a later place, or in a later step: when that is there, so is this."""
+        if self.step < self.run.step:
+            self.run.until_over(self.step)
+        elif isinstance(now := self.run.visited, PromisedServed):
+            now.keep()
 
     # -- the forward's side ---------------------------------------------------------------
 

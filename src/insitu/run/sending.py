@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import repeat
 from typing import Any
 
@@ -24,39 +24,64 @@ def _on_a_gpu(tensor: torch.Tensor) -> bool:
 
 
 class Sent:
-    """Tensors under way, and each as it was then. ``copies`` waits for theirs on the host."""
+    """Tensors under way in one copy, and each as it was then."""
 
-    __slots__ = ("copies", "nbytes", "tensors", "versions")
+    __slots__ = ("_arrived", "_host", "_shape", "found", "nbytes", "tensors", "versions")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], copies: Callable[[], Sequence[torch.Tensor]]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], host: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+        """``arrived``: since when ``host`` has the copy; it has it already if that is None."""
         self.tensors = tensors
         self.versions = [each._version for each in tensors]
         self.nbytes = sum(each.nbytes for each in tensors)
-        self.copies = copies
+        self.found: list[torch.Tensor] | None = None
+        """Their copies on the host, each with memory of its own; None until ``take_apart``."""
+        self._shape = tensors[0].shape
+        self._host: torch.Tensor | None = host
+        self._arrived = arrived
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
+    def take_apart(self) -> list[torch.Tensor]:
+        """Waits until they are there."""
+        host = self._host
+        if self.found is None and host is not None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            with torch.inference_mode(False):
+                copies: Any = [host]
+                if self._shape != host.shape:
+                    rows = len(self._shape) == host.dim() - 1
+                    copies = torch.unbind_copy(host) if rows else torch.split_copy(host, 1)
+                self.found, self._host = list(copies), None
+        assert self.found is not None
+        return self.found
 
 
 class Sender:
     """Large tensors go into pinned memory of their own, which is handed over as it is; many small ones alike in one
-    transfer, and another thread gives each memory of its own."""
+    transfer, each of which is given memory of its own when there is time (``work``) or it is asked for."""
 
     def __init__(self, is_far: Callable[[torch.Tensor], bool] = _on_a_gpu) -> None:
         self._is_far = is_far
         self.in_use = is_far is not _on_a_gpu or torch.cuda.is_available()
         self._known: dict[int, tuple[Sent, int]] = {}
         self._pages: list[Sent] = []
+        self._together: deque[Sent] = deque()
         self._held = self._swept = 0
         self._pinned = 0
         self._stream: torch.cuda.Stream | None = None
-        self._thread: ThreadPoolExecutor | None = None
 
     def send(self, values: Any) -> None:
-        """Sends what is in ``values``, which a block is done with."""
+        """Sends what is in ``values``, which blocks are done with."""
         small: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}
+        known = self._known
         for tensor in tensors_within(values):
+            if id(tensor) in known:
+                continue
             plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
             if not plain or not self._is_far(tensor) or tensor.requires_grad or tensor.is_inference():
-                continue
-            if id(tensor) in self._known:
                 continue
             require_memory(tensor, _WHAT)
             if tensor.nbytes > SMALL:
@@ -70,37 +95,32 @@ class Sender:
 
     def send_rows(self, memory: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Sends ``memory``, along whose first axis ``rows`` lie, or lay."""
-        if not rows or not self._is_far(memory):
-            return
-        host, wait = self._copy(memory)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "insitu-home")
-        copies: Future[list[torch.Tensor]] = self._thread.submit(_apart, host, wait, rows[0].shape)
-        self._note(Sent(rows, copies.result))
+        if rows and self._is_far(memory):
+            self._together.append(self._note(Sent(rows, *self._copy(memory))))
+
+    def work(self, is_time: Callable[[], bool]) -> None:
+        """While ``is_time``: gives memory of its own to what has arrived."""
+        while self._together and self._together[0].has_arrived and is_time():
+            self._together.popleft().take_apart()
 
     def _send_large(self, tensor: torch.Tensor) -> None:
         if self._pinned + tensor.nbytes > _MOST_PINNED:
             return
         self._pinned += tensor.nbytes
-        host, wait = self._copy(tensor)
+        host, arrived = self._copy(tensor)
         weakref.finalize(host, self._unpinned, tensor.nbytes)
-        hosts = [host]
-
-        def copies() -> list[torch.Tensor]:
-            wait()
-            return hosts
-
-        self._note(Sent([tensor], copies))
+        self._note(Sent([tensor], host, arrived))
 
     def _unpinned(self, nbytes: int) -> None:
         self._pinned -= nbytes
 
-    def _note(self, sent: Sent) -> None:
+    def _note(self, sent: Sent) -> Sent:
         self._known.update(zip(map(id, sent.tensors), zip(repeat(sent), range(len(sent.tensors))), strict=False))
         self._pages.append(sent)
         self._held += sent.nbytes
         if self._held > self._swept + _MOST_HELD:
             self._sweep()
+        return sent
 
     def _sweep(self) -> None:
         """Lets go of what no block holds any more: its memory is as good as free."""
@@ -111,6 +131,8 @@ class Sender:
             else:
                 self._forget(sent)
         self._pages, self._swept = kept, self._held
+        held = set(kept)
+        self._together = deque(sent for sent in self._together if sent in held)
 
     def _forget(self, sent: Sent) -> None:
         self._held -= sent.nbytes
@@ -119,45 +141,34 @@ class Sender:
 
     def find(self, values: Sequence[Any]) -> list[torch.Tensor | None]:
         """The tensors among ``values`` on the host; None for what was not sent, or was changed since."""
-        return [
-            self._found(each, entry) for each, entry in zip(values, map(self._known.get, map(id, values)), strict=True)
-        ]
-
-    def _found(self, value: Any, entry: tuple[Sent, int] | None) -> torch.Tensor | None:
-        if entry is None:
-            return None
-        sent, number = entry
-        return sent.copies()[number] if value._version == sent.versions[number] else None
+        found: list[torch.Tensor | None] = []
+        for value, entry in zip(values, map(self._known.get, map(id, values)), strict=True):
+            if entry is None or value._version != entry[0].versions[entry[1]]:
+                found.append(None)
+            else:
+                sent, number = entry
+                found.append((sent.found or sent.take_apart())[number])
+        return found
 
     def clear(self) -> None:
         """Nothing that was sent is going to be asked for any more."""
         self._known.clear()
         self._pages.clear()
+        self._together.clear()
         self._held = self._swept = 0
 
-    def _copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A copy under way into memory of the host, and how to wait for it."""
+    def _copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """A copy under way into memory of the host, and when it has arrived."""
         with torch.inference_mode(False), torch.no_grad():
             if not tensor.is_cuda:
-                return tensor.clone(), _nothing
+                return tensor.clone(), None
             if self._stream is None:
                 self._stream = torch.cuda.Stream(tensor.device)
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(self._stream):
                 host.copy_(tensor, non_blocking=True)
-                done = torch.cuda.Event(blocking=True)
-                done.record()
+                arrived = torch.cuda.Event(blocking=True)
+                arrived.record()
             tensor.record_stream(self._stream)
-            return host, done.synchronize
-
-
-def _apart(host: torch.Tensor, wait: Callable[[], None], shape: torch.Size) -> list[torch.Tensor]:
-    """Each row with memory of its own."""
-    wait()
-    copies: Any = torch.unbind_copy(host) if len(shape) == host.dim() - 1 else torch.split_copy(host, 1)
-    return list(copies)
-
-
-def _nothing() -> None:
-    return None
+            return host, arrived

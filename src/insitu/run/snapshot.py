@@ -1,7 +1,8 @@
-"""One place's value for all requests of a step, copied once, of which each request is given its own row."""
+"""One place's value for many requests of a step, copied for all at once, of which each is given its own rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,32 +12,59 @@ from insitu.run.served import Leaf, Rows, Served, Withheld, map_tensors, storage
 
 
 class Snapshot:
-    """Where every request has one row. Copies are made when they are first asked for, one for all.
+    """Copies are made when they are first asked for, those of all requests together.
 
-    Its rows have memory of their own as far as anybody can tell: nobody else is given the same one.
+    They have memory of their own as far as anybody can tell: nobody else is given the same.
     """
 
-    def __init__(self, live: Any, total: int) -> None:
+    def __init__(self, live: Any, rows: Sequence[Rows]) -> None:
+        """``rows``: those of the requests, in the order in which ``copy`` and ``stream`` count them."""
         self.live = live
-        self.total = total
-        self._rows: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._streams: dict[tuple[int, float], tuple[torch.Tensor, ...] | None] = {}
+        self.rows = rows
+        self._copies: dict[int, Sequence[torch.Tensor]] = {}
+        self._streams: dict[tuple[int, float], Sequence[torch.Tensor] | None] = {}
+        self._one_each = all(each.stop - each.start == 1 for each in rows)
 
-    def row(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        rows = self._rows.get(id(tensor))
-        if rows is None:
-            rows = self._rows[id(tensor)] = tensor.clone().split(1)
-        return rows[number].data  # unlike the row itself, with a version counter of its own
+    def copy(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        copies = self._copies.get(id(tensor))
+        if copies is None:
+            copies = self._copies[id(tensor)] = self._sums([tensor])
+        return self._own(copies[number])
 
     def stream(self, stream: Stream, number: int) -> torch.Tensor | None:
-        """A row of the stream, where it is not just one tensor of the value."""
+        """A request's rows of the stream, where it is not just one tensor of the value."""
         key = (stream.count, stream.multiplier)
         if key not in self._streams:
-            first, *others = stream.parts(self.live)
-            direct = not others and stream.multiplier == 1
-            self._streams[key] = None if direct else (sum(others, first) * stream.multiplier).clone().split(1)
-        rows = self._streams[key]
-        return None if rows is None else rows[number].data
+            parts = stream.parts(self.live)
+            direct = len(parts) == 1 and stream.multiplier == 1
+            self._streams[key] = None if direct else self._sums(parts, stream.multiplier)
+        copies = self._streams[key]
+        return None if copies is None else self._own(copies[number])
+
+    def _sums(self, parts: list[torch.Tensor], multiplier: float = 1.0) -> Sequence[torch.Tensor]:
+        """Of each request's rows."""
+        if self._one_each:
+            first, *others = parts
+            copies = (sum(others, first) * multiplier if others or multiplier != 1 else first.clone()).split(1)
+            return [copies[each.start] for each in self.rows]
+        first, *others = [self._apart(part, parts[0]) for part in parts]
+        made: Any = first
+        for other in others:
+            made = torch._foreach_add(made, other)
+        if multiplier != 1:
+            return torch._foreach_mul(made, multiplier)  # type: ignore[return-value]
+        if made is first:
+            made = [torch.empty_like(each) for each in first]
+            torch._foreach_copy_(made, first)
+        return made
+
+    def _apart(self, part: torch.Tensor, first: torch.Tensor) -> list[torch.Tensor]:
+        """Each request's rows of it, which is all of one that has no rows (a bias)."""
+        by_rows = part.shape == first.shape
+        return [part[each.start : each.stop] if by_rows else part for each in self.rows]
+
+    def _own(self, copy: torch.Tensor) -> torch.Tensor:
+        return copy.data if self._one_each else copy  # those of one tensor share a counter of versions
 
 
 class SharedServed(Served):
@@ -83,10 +111,9 @@ class SharedServed(Served):
     def _private(self, tensor: torch.Tensor) -> Any:
         leaf = self._leaves.get(id(tensor))
         if leaf is None:
-            rows = Rows(self._number, self._number + 1, self._snapshot.total)
-            mine = None if storage_of(tensor) in self._fixed else rows.of(tensor)
+            mine = None if storage_of(tensor) in self._fixed else self._snapshot.rows[self._number].of(tensor)
             if mine is None and self._withhold:
                 return self._withheld.setdefault(id(tensor), Withheld(tensor))
-            private = self._snapshot.row(tensor, self._number) if isinstance(mine, slice) else None
+            private = self._snapshot.copy(tensor, self._number) if isinstance(mine, slice) else None
             leaf = self._leaves[id(tensor)] = Leaf(tensor, mine, False, private)
         return leaf.private

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from insitu.run import traps
+from insitu.run import traps, warning_handlers
 from insitu.run.ahead import Ahead
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
@@ -32,7 +32,7 @@ from insitu.tree import RESULT, STEP, Place
 
 _FEW = 8
 _SPELL = 16
-Edits = Mapping[Place, Sequence[tuple[BlockRun, Target]]]
+Edits = Mapping[Place, Mapping[BlockRun, Target]]
 
 
 class Path(Enum):
@@ -90,6 +90,7 @@ class TappedInterleaver(Interleaver):
         self._stale: set[BlockRun] = set()
         self.ahead = Ahead(self.sender.send_rows)
         self._promisable: dict[Place, Promisable] = {}
+        self._edits: Edits = {}
         self._at_begin = False
         self._sleepers: deque[BlockRun] = deque()
         self._thread = 0
@@ -107,9 +108,9 @@ class TappedInterleaver(Interleaver):
             waits = super().begin(runs)
         finally:
             self._at_begin = False
-        edits = self.ahead.edits()
+        self._edits = self.ahead.edits()
         path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
-        if path is Path.TAPPED and not self._taps.fits(edits):
+        if path is Path.TAPPED and not self._taps.fits(self._edits):
             path = Path.OPEN
         self.tapped, self.one_graph = path in (Path.TAPPED, Path.OPEN), path is not Path.OPEN
         if not self.tapped:
@@ -132,8 +133,8 @@ class TappedInterleaver(Interleaver):
         super()._go_on(run)
 
     def work_ahead(self, is_time: Callable[[], bool]) -> None:
-        """Between two steps, while ``is_time``: blocks that need no values go on with steps to come."""
-        if not self.ahead.most or threading.get_ident() != self._thread:
+        """Blocks that need no values go on with steps to come, too."""
+        if threading.get_ident() != self._thread:
             return  # blocks run in one thread only
         with BlockState():
             while self._sleepers and is_time():
@@ -142,6 +143,7 @@ class TappedInterleaver(Interleaver):
                 if sleeps and self.ahead.has_room and self._takes_promises(run):
                     self._go_on(run, _SPELL)
                     self._sleepers.append(run)
+        super().work_ahead(is_time)
 
     def _takes_promises(self, run: BlockRun) -> bool:
         """In its decode steps, a block that was seen to read or edit, and nothing that needs the values; and alone,
@@ -149,8 +151,9 @@ class TappedInterleaver(Interleaver):
         if not run.started or run.done or (run.rows != 1 and run.length is None) or _has_company(run):
             return False
         habit = self._habits.of_decoding(run)
-        known = habit.edits and not habit.needs_values and not habit.leaves_taps
-        return known and self.in_use and not run.names_source and not run.writes_unseen and not self.anatomy.batched
+        known = (habit.edits or habit.reads) and not habit.needs_values and not habit.leaves_taps
+        unseen = run.names_source or run.writes_unseen or run.reads_unseen
+        return known and self.in_use and not unseen and not self.anatomy.batched and warning_handlers.are_kept
 
     def _promise(self, run: BlockRun, place: Place) -> PromisedServed | None:
         known = self._promisable.get(place) or self._learn(place)
@@ -193,7 +196,7 @@ class TappedInterleaver(Interleaver):
     def open_compiled(self, rows: RowsOf) -> None:
         """As ``open``, for a forward that is not eager: no module is watched."""
         self.rows = rows
-        self._taps.set(self.ahead.edits(), rows)
+        self._taps.set(self._edits, rows)
         self._open = self._compiled = True
         self._live = False
         self._called.clear()
@@ -239,37 +242,40 @@ class TappedInterleaver(Interleaver):
             if place in self._waiting or place in recorded:
                 copies = self._taps.copies(place, total)
                 if copies is not None:
-                    self._serve_together(place, self._structures[place].filled(*copies), total)
                     self._serve_compiled(place, *copies)
 
-    def _serve_together(self, place: Place, live: Any, total: int) -> None:
-        """Where many requests wait at ``place``, each with one row: copies it once for them all."""
+    def _serve_together(self, place: Place, live: Any) -> Any:
+        """Where many requests wait at ``place``: copies it for all at once. Returns what is left of it."""
         waiting = self._waiting.get(place, ())
-        runs = [run for run in waiting if run not in self._stale and not run.writes_unseen]
-        if len(runs) < max(_FEW, total // 4) or self.anatomy.batched:
-            return
-        if any(self.rows[run].stop - self.rows[run].start != 1 for run in runs):
-            return
-        self._waiting[place] = [run for run in waiting if run in self._stale or run.writes_unseen]
+        runs = [run for run in waiting if run in self.rows and run not in self._stale and not run.writes_unseen]
+        rows = [self.rows[run] for run in runs]
+        if len(runs) < _FEW or 4 * sum(each.stop - each.start for each in rows) < rows[0].total or self.anatomy.batched:
+            return live
+        alike = set(runs)
+        self._waiting[place] = [run for run in waiting if run not in alike]
         self._reached = max(self._reached, self.order.position(place))
-        snapshot, made = Snapshot(live, total), list[tuple[BlockRun, Served]]()
+        snapshot, made = Snapshot(live, rows), list[tuple[BlockRun, Served]]()
         with BlockState():
-            for run in runs:
+            for number, run in enumerate(runs):
                 self._habits.of(run).reads = True
-                served = SharedServed(snapshot, self.rows[run].start, place, self.modules.fixed, run.withholds)
+                served = SharedServed(snapshot, number, place, self.modules.fixed, run.withholds)
                 run.hand(served)
                 self._park(run)
                 if served.is_made:
                     made.append((run, served))
+        copies: dict[int, torch.Tensor] = {}
+        left = live
         for run, served in made:
             try:
-                served.write_back({}, self._ids_below(place))
+                if left is not served.live:
+                    served.move_to(left)
+                left = served.write_back(copies, self._ids_below(place))
             except Exception as error:  # whatever a block left there, it is this request's error
                 run.refuse(error)
             if served.edited:
-                run.edited = self._habits.of(run).edits = True
+                run.edited = True
                 self._shown.append((place, run, served))
-                self._stale.add(run)
+        return left
 
     def close(self) -> None:
         self._compiled = False
@@ -289,7 +295,7 @@ class TappedInterleaver(Interleaver):
         if held:
             self._waiting[place] = [run for run in self._waiting[place] if run not in self._stale]
         seen = len(self._shown)
-        left = self._serve_if_awaited(place, live)
+        left = self._serve_if_awaited(place, self._serve_together(place, live))
         taken = left is live or self._put_in_place(place, left, floating)
         for _, run, served in self._shown[seen:]:
             habit = self._habits.of(run)

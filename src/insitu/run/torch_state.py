@@ -2,7 +2,7 @@
 
 Greenlets share their thread, and torch keeps inference mode, grad mode, autocast and the stack of
 modes per thread. Without this a block that waits inside ``with torch.autocast(...)`` would put the
-whole batch under autocast.
+whole batch under autocast. The handler of warnings is one more (``warning_handlers``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from insitu.run import warning_handlers
 
 # What torch.inference_mode itself is built on, at a quarter of its cost per switch.
 _InferenceMode: Any = torch._C._InferenceMode
@@ -31,24 +33,27 @@ class BlockState:
         self._mode = _InferenceMode(False)
         self._mode.__enter__()
         torch._C._set_grad_enabled(False)
+        self._handler = warning_handlers.taken()
         self._before = BlockState.now
         BlockState.now = (device, _autocast(device), torch.get_default_dtype(), _stack_depth())
 
     def __exit__(self, *error: Any) -> None:
         BlockState.now = self._before
+        warning_handlers.put(self._handler)
         self._mode.__exit__(*error)
 
 
 class TorchState:
     """The state of one block, put in place whenever the block runs."""
 
-    __slots__ = ("_autocast", "_dtype", "_grad", "_is_first", "_modes")
+    __slots__ = ("_autocast", "_dtype", "_grad", "_handler", "_is_first", "_modes")
 
     def __init__(self) -> None:
         self._grad = False
         self._autocast: tuple[bool, torch.dtype] | None = None
         self._dtype: torch.dtype | None = None
         self._modes: list[TorchFunctionMode] = []
+        self._handler: int | None = None
         self._is_first = True
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -61,15 +66,17 @@ class TorchState:
             return self._run_in(BlockState.now, step, args)
         device = _autocast_device()
         outer = (_autocast(device), torch.get_default_dtype(), _stack_depth())
+        handler = warning_handlers.taken()
         with _InferenceMode(False):
             torch._C._set_grad_enabled(self._grad)
             self._restore(device)
             try:
-                return step(*args)
+                return self._with_handler(step, args)
             finally:
                 self._grad = torch.is_grad_enabled()
                 self._keep(device, *outer)
                 self._is_first = False
+                warning_handlers.put(handler)
 
     def _run_in(self, now: tuple[Any, ...], step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         device, autocast, dtype, depth = now
@@ -77,7 +84,7 @@ class TorchState:
             torch._C._set_grad_enabled(self._grad)
             self._restore(device)
         try:
-            return step(*args)
+            return self._with_handler(step, args)
         finally:
             untouched = not torch.is_grad_enabled() and torch.is_autocast_enabled(device) == autocast[0]
             if not (self._is_first and untouched and _stack_depth() == depth and torch.get_default_dtype() is dtype):
@@ -85,6 +92,17 @@ class TorchState:
                 self._keep(device, autocast, dtype, depth)
                 self._is_first = not self._grad and self._autocast is None and self._dtype is None and not self._modes
                 torch._C._set_grad_enabled(False)
+
+    def _with_handler(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self._handler is not None:
+            warning_handlers.put(self._handler)
+            self._handler = None
+        try:
+            return step(*args)
+        finally:
+            if (left := warning_handlers.present()) != warning_handlers.OF_NOBODY:
+                self._handler = left  # it waits inside a function
+                warning_handlers.put(None)
 
     def _restore(self, device: str) -> None:
         if self._autocast is not None:

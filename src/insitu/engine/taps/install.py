@@ -113,7 +113,7 @@ class Taps:
     """Called where Python is at a tap, between compiled pieces or in an eager forward."""
     in_graph: Callable[[torch.Tensor], bool] = _captured
     _rows: Mapping[BlockRun, Rows] | None = None
-    _edits: list[Any] = field(default_factory=list)
+    _edits: Mapping[Place, Mapping[BlockRun, Any]] = field(default_factory=dict)
 
     @property
     def places(self) -> list[Place]:
@@ -156,7 +156,7 @@ class Taps:
         if self._is_set(edits):
             return True
         for width, vectors in self.vectors.items():
-            mine = [target.edits.vector for each in edits.values() for _, target in each]
+            mine = [target.edits.vector for each in edits.values() for target in each.values()]
             if not vectors.fit([each for each in mine if each is not None and each.shape[-1] == width]):
                 return False
         return True
@@ -164,24 +164,23 @@ class Taps:
     def set(self, edits: Edits, rows: Mapping[BlockRun, Rows]) -> None:
         if rows is self._rows and self._is_set(edits):
             return
-        self._rows, self._edits = rows, _listed(edits)
-        held = [(place, run, target) for place, each in edits.items() for run, target in each if run in rows]
-        for vectors in self.vectors.values():
-            own = [target.edits.vector for _, _, target in held if target.edits.vector is not None]
-            vectors.hold([each for each in own if each.shape[-1] == vectors.memory.shape[-1]])
+        self._rows, self._edits = rows, _affine(edits)
+        held = [target.edits.vector for each in edits.values() for run, target in each.items() if run in rows]
+        for width, vectors in self.vectors.items():
+            vectors.hold([each for each in held if each is not None and each.shape[-1] == width])
         for each in self.taps.values():
             if each.table is not None:
                 each.table.set(
                     [
                         (rows[run].start, target.stream is not None, target.number, target.edits)
-                        for run, target in edits.get(each.place, ())
+                        for run, target in edits.get(each.place, {}).items()
                         if run in rows
                     ]
                 )
 
     def _is_set(self, edits: Edits) -> bool:
         """Whether these are the last step's, by the objects that they are."""
-        return self._edits == _listed(edits)
+        return self._edits == _affine(edits)
 
     def passed(self) -> dict[Place, bool]:
         """The places, and whether any forward has come by."""
@@ -276,8 +275,8 @@ def _hook(module: torch.nn.Module, place: Place) -> None:
         module.register_forward_hook(after)
 
 
-def _listed(edits: Edits) -> list[Any]:
-    return [part for place, each in edits.items() for run, target in each for part in (place, run, target.edits)]
+def _affine(edits: Edits) -> dict[Place, dict[BlockRun, Any]]:
+    return {place: {run: target.edits for run, target in each.items()} for place, each in edits.items()}
 
 
 def _rows_of_graphs(config: VllmConfig) -> int:

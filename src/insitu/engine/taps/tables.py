@@ -36,9 +36,9 @@ class Vectors:
         if missing:
             self._make_room(len(missing), set(keys))
             for key, vector in missing.items():
-                slot = self._free.pop()
-                self.memory[slot].copy_(vector.reshape(-1))
-                self._slots[key] = (slot, vector)  # held, so that its id stays its own
+                self._slots[key] = (self._free.pop(), vector)  # held, so that its id stays its own
+            slots = _sent(torch.tensor([self._slots[key][0] for key in missing]), self.memory.device)
+            self.memory[slots] = torch.stack([each.reshape(-1).to(self.memory) for each in missing.values()])
         return [self._slots[key][0] for key in keys]
 
     def _make_room(self, count: int, kept: set[tuple[int, int]]) -> None:
@@ -46,6 +46,11 @@ class Vectors:
             if len(self._free) >= count:
                 return
             self._free.append(self._slots.pop(key)[0])
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on ``device``, for which nobody waits."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Table:
@@ -79,8 +84,8 @@ class Table:
         for row, summed, part, slot, *three in now:
             where[row, part], where[row, PARTS] = slot, int(summed)
             factors[row, 3 * part : 3 * part + 3] = three
-        self.slots.copy_(torch.from_numpy(where))
-        self.factors.copy_(torch.from_numpy(factors))
+        self.slots.copy_(_sent(torch.from_numpy(where), self.slots.device))
+        self.factors.copy_(_sent(torch.from_numpy(factors), self.factors.device))
 
     def edit_and_copy(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         """Edits the rows of the live tensors in place and copies what comes of it."""

@@ -162,14 +162,14 @@ class Adapter:
 
     def use_wait(self, output: Any) -> None:
         """While somebody waits for the device to give this step's output, blocks may run."""
-        tapped = self.interleaver
-        if not self.runs or not isinstance(tapped, TappedInterleaver) or not isinstance(output, AsyncModelRunnerOutput):
+        interleaver = self.interleaver
+        if not self.runs or isinstance(interleaver, Follower) or not isinstance(output, AsyncModelRunnerOutput):
             return
         done, get_output = torch.cuda.Event(), output.get_output
         done.record()
 
         def work_and_get() -> Any:
-            tapped.work_ahead(lambda: not done.query())
+            interleaver.work_ahead(lambda: not done.query())
             return get_output()
 
         output.get_output = work_and_get  # type: ignore[method-assign]

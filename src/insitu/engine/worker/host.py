@@ -93,7 +93,7 @@ class Host:
             for live in ending:
                 live.failed_beside |= live.run.error is None and live.request in failed
                 self.interleaver.finish(live.run, result)
-                self._send([live])
+        self._send([live for key in results for live in self._by_key.get(key, ())])
         for key in results:  # all that are to come home are under way
             outcomes[key] = [self._outcome(live) for live in self._by_key.get(key, ())]
             self._forget(key)
@@ -222,6 +222,7 @@ class Host:
         those that may be preempted from now on. What blocks that have ended saved is sent to the host."""
         over: set[str] = set()
         released: set[str] = set()
+        ended: list[_Live] = []
         for request in [request for request, each in runs.items() if any(map(_is_settled, each))]:
             lives = self._live.get(request, ())
             if any(live.run.stopping or (live.run.done and live.run.error is not None) for live in lives):
@@ -230,7 +231,8 @@ class Host:
                 released.add(request)
             if self.interleaver.leaves_ended_out and all(live.run.done and not live.run.recorders for live in lives):
                 self._going.pop(request, None)
-                self._send(lives)
+                ended.extend(lives)
+        self._send(ended)
         return frozenset(over), frozenset(released)
 
 
