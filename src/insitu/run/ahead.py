@@ -17,7 +17,6 @@ from insitu.run.promised import Like, Promisable, PromisedServed, Target
 from insitu.run.served import Rows, Served
 from insitu.tree import Place
 
-_BURST = 8
 _MOST_BYTES = 2**29
 _VECTORS = 2048
 
@@ -50,7 +49,7 @@ class Ahead:
         """``filled`` is given the memory of each page and its rows, once they have their values."""
         self.now = Coming()
         self.promised = 0
-        self.most = _BURST
+        self.most = 3
         self._step = 0
         self._coming: dict[int, Coming] = {}
         self._requests = 0
@@ -146,6 +145,7 @@ class Ahead:
         """Promises of this step that are not kept, though its forward is over."""
         pages = [(place, run) for (place, _), page in self.now.pages.items() for run in page.runs]
         visits = [(place, run) for place, each in self.now.visits.items() for run, visit in each if visit.is_owed]
+        self.now.visits.clear()  # which hold this step
         self.now = Coming()
         return [(place, run) for place, run in (*pages, *visits) if not run.done]
 

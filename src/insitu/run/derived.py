@@ -73,9 +73,11 @@ class Derived:
         parts = self._all_parts()
         with torch.no_grad():
             given = self._sum(parts) if self._given is None else self._given
-            changed = (self.value != given).any(dim=-1)
+            # A mask, not an index of rows: to make one, a device would be waited for.
+            changed = (self.value != given).any(dim=-1, keepdim=True)
             if self.stale:
-                parts[0][changed] += (self.value - given)[changed] / self._multiplier
+                added = (self.value - given) / self._multiplier
+                parts[0].copy_(torch.where(changed, parts[0] + added, parts[0]))
             else:
                 self._write(parts, changed)
 
@@ -91,10 +93,10 @@ class Derived:
 
     def _write(self, parts: list[torch.Tensor], changed: torch.Tensor) -> None:
         first, *others = parts
-        written = self.value[changed] / self._multiplier
+        written = self.value / self._multiplier
         for other in others:
             if other.shape == first.shape:
-                other[changed] = 0
+                other.masked_fill_(changed, 0)
             else:
                 written = written - other
-        first[changed] = written
+        first.copy_(torch.where(changed, written, first))

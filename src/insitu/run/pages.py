@@ -48,10 +48,12 @@ class Page:
             filled[number] = torch.nan
         for promise in self.promises:
             if promise.__class__ is Promise:
-                for view in promise.place.views:
+                target = promise.place
+                for view in target.views:
                     release(view)
                 promise.__class__ = _ordinary
                 vars(promise).clear()
+                target.let_go()
         return filled
 
 

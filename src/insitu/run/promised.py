@@ -43,7 +43,7 @@ class Target:
     __slots__ = ("copy", "edits", "in_page", "key", "like", "number", "promise", "stream", "views", "visit")
 
     def __init__(self, visit: PromisedServed, part: int, stream: Stream | None = None, copy: int = 0) -> None:
-        self.visit = visit
+        self.visit: Any = visit
         self.copy = copy
         self.stream = stream
         self.number = part
@@ -58,7 +58,7 @@ class Target:
             memory = visit.run.spare.pop((visit.what, self.key), None)
         if memory is None:
             memory = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        self.promise = promise_in(memory, self)
+        self.promise: Any = promise_in(memory, self)
 
     def part(self, row: torch.Tensor, whole: Promise) -> Promise:
         view = promise_in(row, self, whole)
@@ -96,9 +96,14 @@ class Target:
         return sys.getrefcount(self.promise) > 2 or bool(self.views)
 
     def release(self) -> None:
+        """Makes the promise, and views of it, ordinary tensors."""
         for view in self.views:
             release(view)
         release(self.promise)
+
+    def let_go(self) -> None:
+        """Its visit and its promise hold it, too: what nobody needs any more is to be gone at once."""
+        self.visit = self.promise = None
 
 
 class PromisedServed(Served):
@@ -219,7 +224,7 @@ class PromisedServed(Served):
                 held.append(target)
             else:
                 self.run.spare[self.what, target.key] = release(target.promise)
-                del target.promise
+                target.promise = None
         self.targets = held
 
     def keep(self) -> None:
@@ -288,5 +293,7 @@ class PromisedServed(Served):
             if not target.in_page:
                 target.release()
                 target.promise.copy_(target.value_in(live, rows).reshape(target.promise.shape))
-            del target.promise, target.visit  # or they would hold each other
+                target.let_go()
         self.targets.clear()
+        if self.target is not None:
+            self.target.visit = None

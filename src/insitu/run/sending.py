@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class Sender:
     def send(self, values: Any) -> None:
         """Sends what is in ``values``, which blocks are done with."""
         small: dict[tuple[Any, ...], dict[int, torch.Tensor]] = {}
+        large: dict[int, torch.Tensor] = {}
         known = self._known
         for tensor in tensors_within(values):
             if id(tensor) in known:
@@ -85,9 +86,10 @@ class Sender:
                 continue
             require_memory(tensor, _WHAT)
             if tensor.nbytes > SMALL:
-                self._send_large(tensor)
+                large[id(tensor)] = tensor
             else:
                 small.setdefault((tensor.shape, tensor.dtype, tensor.device), {})[id(tensor)] = tensor
+        self._send_large(list(large.values()))
         for group in small.values():
             if len(group) >= FEW:
                 tensors = list(group.values())
@@ -96,20 +98,24 @@ class Sender:
     def send_rows(self, memory: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Sends ``memory``, along whose first axis ``rows`` lie, or lay."""
         if rows and self._is_far(memory):
-            self._together.append(self._note(Sent(rows, *self._copy(memory))))
+            hosts, arrived = self._copied([memory])
+            self._together.append(self._note(Sent(rows, hosts[0], arrived)))
 
     def work(self, is_time: Callable[[], bool]) -> None:
         """While ``is_time``: gives memory of its own to what has arrived."""
         while self._together and self._together[0].has_arrived and is_time():
             self._together.popleft().take_apart()
 
-    def _send_large(self, tensor: torch.Tensor) -> None:
-        if self._pinned + tensor.nbytes > _MOST_PINNED:
+    def _send_large(self, tensors: list[torch.Tensor]) -> None:
+        totals = list(accumulate((each.nbytes for each in tensors), initial=self._pinned))[1:]
+        going = [each for each, total in zip(tensors, totals, strict=True) if total <= _MOST_PINNED]
+        if not going:
             return
-        self._pinned += tensor.nbytes
-        host, arrived = self._copy(tensor)
-        weakref.finalize(host, self._unpinned, tensor.nbytes)
-        self._note(Sent([tensor], host, arrived))
+        hosts, arrived = self._copied(going)
+        for tensor, host in zip(going, hosts, strict=True):
+            self._pinned += tensor.nbytes
+            weakref.finalize(host, self._unpinned, tensor.nbytes)
+            self._note(Sent([tensor], host, arrived))
 
     def _unpinned(self, nbytes: int) -> None:
         self._pinned -= nbytes
@@ -157,18 +163,20 @@ class Sender:
         self._together.clear()
         self._held = self._swept = 0
 
-    def _copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """A copy under way into memory of the host, and when it has arrived."""
+    def _copied(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+        """Copies under way into memory of the host, and when they have arrived."""
+        device = tensors[0].device
         with torch.inference_mode(False), torch.no_grad():
-            if not tensor.is_cuda:
-                return tensor.clone(), None
+            if device.type != "cuda":
+                return [each.clone() for each in tensors], None
             if self._stream is None:
-                self._stream = torch.cuda.Stream(tensor.device)
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+                self._stream = torch.cuda.Stream(device)
+            hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
-                host.copy_(tensor, non_blocking=True)
+                for host, each in zip(hosts, tensors, strict=True):
+                    host.copy_(each, non_blocking=True)
+                    each.record_stream(self._stream)
                 arrived = torch.cuda.Event(blocking=True)
                 arrived.record()
-            tensor.record_stream(self._stream)
-            return host, arrived
+            return hosts, arrived

@@ -10,6 +10,8 @@ import torch
 from insitu.run.anatomy import Stream
 from insitu.run.served import Leaf, Rows, Served, Withheld, map_tensors, storage_of
 
+_of_lists: Any = torch  # whose functions of many tensors at once are not public
+
 
 class Snapshot:
     """Copies are made when they are first asked for, those of all requests together.
@@ -50,12 +52,12 @@ class Snapshot:
         first, *others = [self._apart(part, parts[0]) for part in parts]
         made: Any = first
         for other in others:
-            made = torch._foreach_add(made, other)
+            made = _of_lists._foreach_add(made, other)
         if multiplier != 1:
-            return torch._foreach_mul(made, multiplier)  # type: ignore[return-value]
+            return _of_lists._foreach_mul(made, multiplier)
         if made is first:
             made = [torch.empty_like(each) for each in first]
-            torch._foreach_copy_(made, first)
+            _of_lists._foreach_copy_(made, first)
         return made
 
     def _apart(self, part: torch.Tensor, first: torch.Tensor) -> list[torch.Tensor]:

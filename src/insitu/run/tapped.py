@@ -31,7 +31,7 @@ from insitu.run.torch_state import BlockState
 from insitu.tree import RESULT, STEP, Place
 
 _FEW = 8
-_SPELL = 16
+_SPELL = 8
 Edits = Mapping[Place, Mapping[BlockRun, Target]]
 
 
@@ -101,13 +101,13 @@ class TappedInterleaver(Interleaver):
     def begin(self, runs: Iterable[BlockRun]) -> bool:
         runs = list(runs)
         self.ahead.begin(len(runs))
-        self._sleepers = deque(runs)
         self._thread = threading.get_ident()
         self._at_begin = True
         try:
             waits = super().begin(runs)
         finally:
             self._at_begin = False
+        self._sleepers = deque(sorted(runs, key=lambda run: run.wake))
         self._edits = self.ahead.edits()
         path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
         if path is Path.TAPPED and not self._taps.fits(self._edits):
