@@ -53,7 +53,8 @@ class Page:
                     release(view)
                 promise.__class__ = _ordinary
                 vars(promise).clear()
-                target.let_go()
+                if target.visit is None or not target.visit.waits:
+                    target.let_go()
         return filled
 
 
