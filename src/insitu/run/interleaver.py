@@ -25,6 +25,7 @@ from insitu.run.recorder import Recorder
 from insitu.run.sending import Sender
 from insitu.run.served import Rows, Served
 from insitu.run.skips import KeptRows
+from insitu.run.straight import ByRows, kind_of
 from insitu.run.torch_state import BlockState
 from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
 
@@ -70,6 +71,8 @@ class Interleaver:
         self._recorders: list[tuple[BlockRun, Recorder]] = []
         self._open = False
         self._vocabulary = 0
+        self.kinds: dict[Place, Any] = {}
+        """What values places were seen to hold."""
         self.touched: set[int] = set()
         """Which tensors of the place served last were edited where they are."""
 
@@ -169,6 +172,7 @@ class Interleaver:
         return tensor
 
     def _serve_samples(self, flat: torch.Tensor) -> None:
+        self.kinds[SAMPLES] = ByRows(1)
         for run in self._arrived(SAMPLES):
             try:
                 self._show(run, SAMPLES, flat).write_back_in_place(self._vocabulary)
@@ -324,6 +328,8 @@ class Interleaver:
         live = self._write_again(place, live, copies)
         runs = self._arrived(place)
         ids_below = self._ids_below(place) if runs else 0
+        if runs and place not in self.kinds:
+            self.kinds[place] = kind_of(live, self.rows[runs[0]], self.modules.fixed)
         for run in runs:
             try:
                 refusals.require_not_skipped(place, run.beside)
@@ -355,6 +361,18 @@ class Interleaver:
                     self._withdraw(run)
                     run.refuse(error)
                     self._park(run)
+
+    def enter(self, run: BlockRun) -> None:
+        """Starts a run between ``begin`` and ``open``."""
+        with BlockState():
+            run.steps += 1
+            run.start()
+            self._park(run)
+
+    def leave(self, run: BlockRun) -> None:
+        """Ends a run there, as if it had not begun."""
+        self._withdraw(run)
+        run.kill()
 
     def _withdraw(self, run: BlockRun) -> None:
         """Forgets where ``run`` waits."""

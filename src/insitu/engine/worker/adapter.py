@@ -65,8 +65,10 @@ class Adapter:
     def begin(self, scheduled: Any) -> None:
         """Takes in what vLLM's scheduler says of this step, and runs blocks up to where they wait."""
         self._admit(scheduled)
+        leaders = self.host.begin()
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
-        self.waits_in_forward = bool(self.runs) and self.interleaver.begin(chain.from_iterable(self.runs.values()))
+        runs = chain(chain.from_iterable(self.runs.values()), leaders)
+        self.waits_in_forward = bool(self.runs) and self.interleaver.begin(runs)
         self._expects_logits = bool(self.runs)
         if not self.runs:
             self.interleaver.idle()
@@ -112,7 +114,7 @@ class Adapter:
             for run in self.runs.get(request, ()):
                 rows[run] = Rows(start, stop, total)
             start = stop
-        return rows
+        return self.host.settle(self.runs, rows)
 
     def request_rows(self, order: Sequence[str], total: int) -> dict[Any, Rows]:
         """The runs' rows where there is one for each request; the same object as before if they are the same."""
@@ -126,7 +128,7 @@ class Adapter:
                 self.runs,
                 {run: Rows(i, i + 1, total) for run, i in found},
             )
-        return known[2]
+        return self.host.settle(self.runs, known[2])
 
     def order(self) -> Sequence[str]:
         """The requests of this step in the order of their rows, known once the forward begins."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from insitu.engine.worker.host import New, run_key
+from insitu.run import Rows
 from insitu.run.parallel import Follower, Shadow
 
 
@@ -47,6 +49,12 @@ class FollowingHost:
             shadow = Shadow(run_key(request, edit))
             self._live.setdefault(request, []).append(shadow)
             self._by_key.setdefault(key, []).append((request, shadow))
+
+    def begin(self) -> list[Shadow]:
+        return []
+
+    def settle(self, runs: Any, rows: dict[Any, Rows]) -> dict[Any, Rows]:
+        return rows
 
     def preempted(self, requests: Iterable[str]) -> None:
         """Is the leader's business."""

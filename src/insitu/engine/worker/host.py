@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
 from insitu.engine.tag import Tag
-from insitu.run import BlockRun, Interleaver, Outcome, outcome_of
+from insitu.engine.worker.cohorts import LEAST, Candidate, Cohort, Member, cohort_of, grouped
+from insitu.run import BlockRun, Interleaver, Outcome, Rows, outcome_of
 from insitu.tree import RESULT
 
 
@@ -45,12 +46,15 @@ class Stats:
     """Counts since the engine started. ``eager_steps``: a block waited for a module without a tap;
     ``tapped_steps``: all that waited for modules were served at taps; ``plain_steps``: none waited for one,
     so the step ran as vLLM would run it. A tapped step that had to be run again eagerly counts as both.
-    ``tap_bytes``: what the taps hold on the device."""
+    ``tap_bytes``: what the taps hold on the device. ``blocks_together``: beside so many requests the block ran once
+    for all those that began in the same step; ``blocks_alone``: beside so many it ran by itself."""
 
     eager_steps: int = 0
     plain_steps: int = 0
     tapped_steps: int = 0
     tap_bytes: int = 0
+    blocks_together: int = 0
+    blocks_alone: int = 0
 
 
 @dataclass
@@ -68,6 +72,12 @@ class Host:
     _going: dict[str, list[_Live]] = field(default_factory=dict)
     """Of the requests that steps may still concern."""
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
+    _new: dict[str, New] = field(default_factory=dict)
+    _cohorts: list[Cohort] = field(default_factory=list)
+    together: bool = True
+    """Whether blocks that do the same may be run as one."""
+    blocks_together: int = 0
+    blocks_alone: int = 0
 
     # -- the client's side ----------------------------------------------------------------
 
@@ -106,6 +116,8 @@ class Host:
 
     def _outcome(self, live: _Live) -> Outcome:
         ran, about = live.execution, live.about
+        if isinstance(ran, Member):
+            return ran.outcome()
         saved = ran.saved()
         lost = ran.lost({*saved, *about.exports, *about.shared}) if live.run.error is None else []
         outcome = outcome_of(live.run, saved, ran.bound(about.exports), lost, self.interleaver.sender)
@@ -126,6 +138,10 @@ class Host:
 
     def in_flight(self) -> int:
         return len(self.jobs.keys() | self._by_key.keys())
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.blocks_together, self.blocks_alone
 
     def _clear_if_idle(self) -> None:
         if not self._by_key:
@@ -150,13 +166,76 @@ class Host:
     # -- the runner's side ----------------------------------------------------------------
 
     def admit(self, new: New) -> None:
+        """A request whose runs begin in this step."""
+        if new.request not in self._live:  # the V2 runner announces resumed requests once more
+            self._new[new.request] = new
+
+    def begin(self) -> list[BlockRun]:
+        """Begins the runs of those that were admitted. Returns the runs that each stand for many."""
+        self._cohorts = []
+        if self._new:
+            candidates = [self._candidate(new) for new in self._new.values()] if self._may_be_together else []
+            for group in grouped(each for each in candidates if each is not None):
+                cohort = cohort_of(group, self.interleaver) if len(group) >= LEAST else None
+                if cohort is not None:
+                    self._cohorts.append(cohort)
+                    for one in group:
+                        self._join(cohort, self._new.pop(one.about.request))
+            for new in self._new.values():
+                self._begin_alone(new)
+            self._new.clear()
+        return [cohort.leader for cohort in self._cohorts]
+
+    @property
+    def _may_be_together(self) -> bool:
+        room = self.interleaver
+        return self.together and len(self._new) >= LEAST and type(room) is Interleaver and not room.anatomy.batched
+
+    def _candidate(self, new: New) -> Candidate | None:
+        job = self.jobs.get(new.tag.job or "")
+        alone = job is None or new.tag.edits or self._hindrance(new) is not None
+        return None if alone or job is None else Candidate(job, new.scheduled, new)
+
+    def _join(self, cohort: Cohort, new: New) -> None:
+        assert new.tag.job is not None
+        member: Any = Member(cohort, new)
+        live = _Live(member, member, self.jobs[new.tag.job], new.request, new.tag.job, new.tag.whole)
+        self._live[new.request] = self._going[new.request] = [live]
+        self._by_key.setdefault(live.key, []).append(live)
+        self.blocks_together += 1
+
+    def settle(self, runs: dict[str, list[BlockRun]], rows: dict[Any, Rows]) -> dict[Any, Rows]:
+        """The rows of a step with those of its cohorts. One that has others' rows between its own comes apart."""
+        rows = dict(rows) if self._cohorts else rows
+        for cohort in list(self._cohorts):
+            found = cohort.settle(rows)
+            if found is not None:
+                rows[cohort.leader] = found
+                continue
+            self._cohorts.remove(cohort)
+            self.interleaver.leave(cohort.leader)
+            for member in cohort.members:
+                self._part(member, runs, rows)
+        return rows
+
+    def _part(self, member: Any, runs: dict[str, list[BlockRun]], rows: dict[Any, Rows]) -> None:
+        (live,) = self._live[member.request]
+        begun = self._begun(live.about, live.key, member.about)
+        live.run, live.execution = begun.run, begun.execution
+        live.run.rows = member.rows
+        runs[member.request] = [live.run]
+        rows[live.run] = rows.pop(member)
+        self.blocks_together -= 1
+        self.blocks_alone += 1
+        self.interleaver.enter(live.run)
+
+    def _begin_alone(self, new: New) -> None:
         """Begins the runs beside a request: those of its edits, in their order, and then its own."""
         request, tag = new.request, new.tag
-        if request in self._live:
-            return  # the V2 runner announces resumed requests once more
         lives = [self._begun(self.installed.get(number, _NOTHING), tag.group, new, number) for number in tag.edits]
         if tag.job in self.jobs:
             lives.append(self._begun(self.jobs[tag.job], tag.job, new))
+            self.blocks_alone += 1
         elif tag.refusal and not lives:
             lives.append(self._begun(_NOTHING, tag.group, new, 0))
         if not lives:

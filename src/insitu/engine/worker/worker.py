@@ -122,7 +122,7 @@ class InsituWorker:
 
     def insitu_stats(self) -> Stats:
         host, runner = self._insitu, self.model_runner  # type: ignore[attr-defined]
-        return Stats(host.eager_steps, host.plain_steps, host.tapped_steps, taps.nbytes(runner))
+        return Stats(host.eager_steps, host.plain_steps, host.tapped_steps, taps.nbytes(runner), *host.counts)
 
     def insitu_taps(self) -> dict[Place, bool]:
         interleaver = self._insitu.interleaver
