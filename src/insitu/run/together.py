@@ -32,9 +32,9 @@ class Packed:
         self.tensor = tensor
         self.counts = counts
 
-    def apart(self) -> Sequence[torch.Tensor]:
+    def apart(self) -> list[Any]:
         copies: Any = torch.unbind_copy if self.counts is None else torch.split_with_sizes_copy
-        return copies(self.tensor) if self.counts is None else copies(self.tensor, list(self.counts))
+        return list(copies(self.tensor) if self.counts is None else copies(self.tensor, list(self.counts)))
 
 
 class Together:
@@ -53,6 +53,7 @@ class Together:
         self.failed: BaseException | None = None
         self._saves: dict[str, Any] = {}
         self._returned: Any = None
+        self._parts: list[list[Any]] = []
 
     def text(self) -> Any:
         return self._text
@@ -64,10 +65,11 @@ class Together:
             if step.result is not None:
                 self._known[id(step.result)] = value
         self._step = None
-        parts: dict[int, Sequence[torch.Tensor]] = {}
+        parts: dict[int, list[Any]] = {}
         self._saves = {name: self._home(value, parts) for name, value in self._program.saves.items()}
         self._returned = self._home(self._program.returned, parts)
         self._known.clear()
+        self._parts = list(parts.values())
 
     # -- steps ----------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class Together:
 
     # -- what comes home ------------------------------------------------------------------
 
-    def _home(self, value: Any, parts: dict[int, Sequence[torch.Tensor]]) -> Any:
+    def _home(self, value: Any, parts: dict[int, list[Any]]) -> Any:
         """The value with each tensor in it taken apart."""
         if isinstance(value, Sym):
             return self._apart(self._of(value), parts)
@@ -146,7 +148,7 @@ class Together:
             return type(value)(self._home(part, parts) for part in value)
         return {key: self._home(part, parts) for key, part in value.items()} if type(value) is dict else value
 
-    def _apart(self, value: Any, parts: dict[int, Sequence[torch.Tensor]]) -> Any:
+    def _apart(self, value: Any, parts: dict[int, list[Any]]) -> Any:
         if isinstance(value, Packed):
             if id(value.tensor) not in parts:
                 parts[id(value.tensor)] = Packed(value.tensor.cpu(), value.counts).apart()
@@ -158,6 +160,11 @@ class Together:
     def saves(self, number: int) -> dict[str, Any]:
         """What the request has saved; ``number``: its place in the batch, among these."""
         return {name: _picked(value, number) for name, value in self._saves.items()}
+
+    def release(self, number: int) -> None:
+        """What the request has left is taken: nothing holds it here."""
+        for each in self._parts:
+            each[number] = None
 
     def returned(self, number: int) -> Any:
         return _picked(self._returned, number)
@@ -179,7 +186,7 @@ class _Each:
 
     __slots__ = ("tensors",)
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[Any]) -> None:
         self.tensors = tensors
 
 

@@ -114,9 +114,10 @@ class Member:
     throw = refuse
 
     def kill(self) -> None:
-        pass
+        self.let_go()
 
-    let_go = kill
+    def let_go(self) -> None:
+        self.cohort.together.release(self.number)
 
     def saved(self) -> dict[str, Any]:
         return self.cohort.together.saves(self.number)
