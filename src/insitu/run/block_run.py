@@ -23,6 +23,7 @@ from insitu.run.promise import demand
 from insitu.run.promised import PromisedServed
 from insitu.run.recorder import CacheRecorder, Recorder
 from insitu.run.served import Rows, Served
+from insitu.run.spent import timed
 from insitu.run.stream import Stream
 from insitu.run.torch_state import TorchState
 from insitu.tree import STEP, Listing, Place, current
@@ -178,7 +179,7 @@ class BlockRun:
         self.waiting = None
         # The forward may reach the next place in another greenlet than the last one.
         self._greenlet.parent = getcurrent()
-        place = switch(*value)
+        place = timed(switch, *value)
         if self._greenlet.dead:
             self.done, self._greenlet, self._served = True, None, None
             self.recorders = [each for each in self.recorders if each is not self._keys]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from insitu.block import ArgumentError, EngineError, Lost, RequestError
+from insitu.engine.check.report import CheckReport, Row
 from insitu.engine.client.edit import Edit, EditTracer
 from insitu.engine.client.plan import BaseTrace
 from insitu.engine.job import Job
@@ -18,13 +20,15 @@ from insitu.net import (
     Failed,
     Named,
     Output,
+    Progress,
     Saves,
     TraceBuilder,
     TraceRequest,
     decode_event,
     encode_frame,
 )
-from insitu.tree import Module, Node, Outline, path_of
+from insitu.tree import Listing, Module, Node, Outline, path_of
+from insitu.tree.source import Operation
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class RemoteEngine:
         self.layers: int = self.about["layers"]
         self._tokenizer: Any = None
         self._edits: dict[int, Edit] = {}
+        self.progress: Callable[[Progress], object] | None = None
 
     @property
     def tokenizer(self) -> Any:
@@ -93,6 +98,8 @@ class RemoteEngine:
             builder.add(prompted.prompt, block, job.values, prompted.settings, sorted(job.shared))
         results: dict[int, RemoteResult] = {}
         for event in self._events("trace", builder.request()):
+            if isinstance(event, Progress) and self.progress is not None:
+                self.progress(event)
             if isinstance(event, Failed) and event.invoke is None:
                 return [RemoteResult(error=event.error) for _ in work]
             if isinstance(event, Failed):
@@ -132,6 +139,19 @@ class RemoteEngine:
             yield event
         if not over:
             raise EngineError(f"the server {self._http.url} broke off in the middle of this trace")
+
+    def operations(self, path: str, op: str) -> Listing:
+        """The operations in a module's forward, or in what one of them calls."""
+        found = self._http.get("source", path=path, op=op)
+        operations = tuple(Operation(**one) for one in found["operations"])
+        return Listing(found["title"], found["first"], tuple(found["lines"]), operations)
+
+    def checked(self, prompts: Sequence[Any] | None, reference: bool) -> CheckReport:
+        """What the server finds when it checks its model."""
+        body = json.dumps({"prompts": prompts, "reference": reference}).encode()
+        found = self._http.send("POST", "check", body)
+        rows = tuple(Row(**row) for row in found["rows"])
+        return CheckReport(found["model"], found["dtype"], found["reference"], rows, tuple(found["not_compared"]))
 
     # -- edits ----------------------------------------------------------------------------
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from insitu.block import EngineError
 from insitu.block.tracebacks import user_lines
+from insitu.engine.check.report import CheckReport
 from insitu.engine.client.base_model import MISSING, BaseModel, returned_by
 from insitu.engine.client.edit import Edit, EditStatement, refuse_in_block
 from insitu.engine.client.invokes import merged_error
@@ -14,28 +15,43 @@ from insitu.engine.client.prompts import are_several
 from insitu.engine.client.trace import Trace
 from insitu.engine.remote.engine import RemoteEngine
 from insitu.engine.remote.http import Http
-from insitu.net import RequestOutput
+from insitu.net import Progress, RequestOutput
 from insitu.tree import Listing
 
 
-def connect(url: str, api_key: str | None = None, *, timeout: float = 600.0) -> RemoteModel:
+def connect(
+    url: str,
+    api_key: str | None = None,
+    *,
+    timeout: float = 600.0,
+    progress: Callable[[Progress], object] | None = None,
+) -> RemoteModel:
     """The model of a server that ``insitu serve`` runs; its ``trace`` and ``run`` are those of a model here.
 
     Needs neither vLLM nor a GPU. Values arrive as tensors if torch is installed, else as numpy's arrays. Blocks
-    travel as source, and run under the server's allow-list. ``timeout``: seconds without an answer. Raises
+    travel as source, and run under the server's allow-list. ``timeout``: seconds without an answer. ``progress`` is
+    called now and then while a trace runs, with how many of its requests wait, run and have ended, and how many
+    tokens there are. Raises
     ``EngineError`` if the server can't be reached or does not take the key, which is ``INSITU_API_KEY`` of the
     environment if it is left out.
     """
-    return RemoteModel(url, api_key, timeout).dispatch()
+    return RemoteModel(url, api_key, timeout, progress).dispatch()
 
 
 class RemoteModel(BaseModel[RemoteEngine]):
     """A model of a server's. Made by ``insitu.connect``."""
 
-    _later: ClassVar[dict[str, str]] = {"check": "it is for engines here"}
+    _later: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        timeout: float,
+        progress: Callable[[Progress], object] | None = None,
+    ) -> None:
         super().__init__(url, (), None, {})
+        self._progress = progress
         self._http = Http(url, api_key, timeout)
 
     @property
@@ -78,6 +94,14 @@ class RemoteModel(BaseModel[RemoteEngine]):
         return outputs
 
     @user_lines
+    def check(self, prompts: Sequence[Any] | None = None, *, reference: bool = True, show: bool = True) -> CheckReport:
+        """As ``VLLM.check``, done at the server. For keys that may install edits for everybody."""
+        report = self._running().checked(prompts, reference)
+        if show:
+            report.show()
+        return report
+
+    @user_lines
     def edit(self, name: str | None = None) -> EditStatement:
         """A ``with`` statement whose body stays at the server, as ``VLLM.edit``'s.
 
@@ -98,10 +122,12 @@ class RemoteModel(BaseModel[RemoteEngine]):
         self._running().clear(None)
 
     def _start(self) -> RemoteEngine:
-        return RemoteEngine(self._http, self)
+        engine = RemoteEngine(self._http, self)
+        engine.progress = self._progress
+        return engine
 
     def _listed(self, path: str, op: str) -> Listing | None:
-        return None
+        return self._running().operations(path, op)
 
     def __repr__(self) -> str:
         if self._closed:

@@ -23,6 +23,7 @@ from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.engine import Result, request_of
 from insitu.engine.job import Job
+from insitu.engine.server import metrics
 from insitu.engine.server.access import Access, RefusedError
 from insitu.engine.server.plain import as_json
 from insitu.engine.tag import ASKED
@@ -70,6 +71,7 @@ class Beside:
         try:
             for one in output.outputs:
                 saves = {**vars(one).get("saves", {}), **read.get(one.index, {})}
+                metrics.saved(saves)
                 self.left[number][one.index] = {name: as_json(each, f"`{name}`") for name, each in saves.items()}
         except ArgumentError as error:
             self.error = self.error or error
@@ -114,8 +116,10 @@ class BesideOpenAI:
         try:
             beside = self._beside(request, asked, raw_request)
         except RefusedError as error:
+            metrics.FAILURES.labels("openai").inc()
             return handler.create_error_response(str(error), error.code, HTTPStatus(error.status), FIELD)
         except (InsituError, ValueError) as error:
+            metrics.FAILURES.labels("openai").inc()
             return _refusal(handler, error)
         answer: Any = None
         token = asked_beside.set(beside)
@@ -145,6 +149,7 @@ class BesideOpenAI:
         if found.edits is not None and ASKED in (request.vllm_xargs or {}):
             raise FormError(f"edits are named here or in vllm_xargs' {ASKED}, not in both", "invalid", "$.edits")
         self._engine.installed.chosen(found.edits)
+        metrics.TRACES.labels("openai").inc()
         if found.actions is None:
             return Beside(edits=found.edits, told=not request.use_beam_search)
         if request.use_beam_search:

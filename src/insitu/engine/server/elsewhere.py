@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -15,16 +16,19 @@ _WITH_A_PLACE = ("/v1/completions", "/v1/chat/completions")
 class Elsewhere:
     """An ASGI middleware: refuses a form where it would be dropped without a word, and has errors of edits told."""
 
-    def __init__(self, app: Any, own: str) -> None:
-        """``own``: what insitu's own routes begin with."""
+    def __init__(self, app: Any, own: str, before_metrics: Callable[[], Awaitable[None]]) -> None:
+        """``own``: what insitu's own routes begin with. ``before_metrics`` is awaited when metrics are asked for."""
         self._app = app
         self._own = own
+        self._before_metrics = before_metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path in _WITH_A_PLACE or path.startswith(self._own):
+        if path == "/metrics":
+            await self._before_metrics()
+        if scope["method"] != "POST" or path in _WITH_A_PLACE or path.startswith(self._own):
             return await self._app(scope, receive, send)
         if any(name == b"content-type" and b"json" in value for name, value in scope["headers"]):
             messages = await _all(receive)

@@ -11,6 +11,7 @@ from insitu.block import FunctionBlock, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.job import Job
+from insitu.engine.server import metrics
 from insitu.engine.server.access import RefusedError
 from insitu.engine.server.plain import as_json
 from insitu.guard import GuardLimits
@@ -75,6 +76,7 @@ async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict
             raise RefusedError(500, type(result.error).__name__, f"{type(result.error).__name__}: {result.error}")
         if result.error is not None:
             raise result.error
+        metrics.saved(result.returned)
         saves = {name: as_json(each, f"`{name}`") for name, each in {**result.output.saves, **result.returned}.items()}
     except FormError as error:
         raise RefusedError(400, error.code, f"form: {error}") from None

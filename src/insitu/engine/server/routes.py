@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,10 +12,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 
 from insitu._version import __version__
-from insitu.block import ArgumentError
+from insitu.block import ArgumentError, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
-from insitu.engine.server import forms
+from insitu.engine.server import forms, metrics, openapi
 from insitu.engine.server.access import Access, RefusedError
+from insitu.engine.server.checks import Checks
 from insitu.engine.server.edits import Edits
 from insitu.engine.server.traces import Traces
 from insitu.net import (
@@ -23,6 +25,7 @@ from insitu.net import (
     Failed,
     Key,
     Permission,
+    Saves,
     TraceRequest,
     WireError,
     decode_frame,
@@ -52,7 +55,7 @@ class _Route(APIRoute):
 def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
     """insitu's routes."""
     made = APIRouter(prefix=PREFIX, tags=["insitu"], route_class=_Route)
-    edits = Edits(model, traces)
+    edits, checks = Edits(model, traces), Checks(model)
 
     async def _asked(request: Request, kind: str) -> TraceRequest:
         body = await _body(request, traces.wire.header + traces.wire.tensors)
@@ -64,66 +67,83 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
             raise RefusedError(400, "unknown", f"this route takes a {kind!r}, and {asked.kind!r} has come")
         return asked
 
-    @made.get("/model", summary="The module tree")
+    @made.get("/model", summary="The module tree", **openapi.PLAIN)
     async def tree(request: Request) -> Response:
         access.key(request)
         return JSONResponse(described(model))
 
-    @made.get("/tokenizer", summary="The tokenizer, as a tokenizer.json")
+    @made.get("/tokenizer", summary="The tokenizer, as a tokenizer.json", **openapi.PLAIN)
     async def tokenizer(request: Request) -> Response:
         access.key(request)
         return tokenizer_of(model)
 
-    @made.get("/stats", summary="Steps by path, and traces in flight")
+    @made.get("/stats", summary="Steps by path, and traces in flight", **openapi.PLAIN)
     async def stats(request: Request) -> Response:
         access.key(request)
         return JSONResponse({**dataclasses.asdict(await model.stats()), "in_flight": await model.in_flight()})
 
-    @made.post("/trace", summary="Runs blocks beside prompts", response_class=StreamingResponse)
+    @made.get("/source", summary="The operations in the forward of a module, or in one of them", **openapi.PLAIN)
+    async def source(request: Request, path: str, op: str = "") -> Response:
+        access.key(request)
+        try:
+            return JSONResponse(dataclasses.asdict(await model.listing(path, op)))
+        except InsituError as error:
+            raise RefusedError(404, type(error).__name__, str(error)) from None
+
+    @made.post("/check", summary="Compares what blocks see of the model with transformers", **openapi.CHECK)
+    async def check(request: Request) -> Response:
+        key = access.key(request, Permission.BLOCKS)
+        return JSONResponse(await checks.run(key, await _body(request, traces.wire.header)))
+
+    @made.post("/trace", summary="Runs blocks beside prompts", response_class=Response, **openapi.FRAMES)
     async def trace(request: Request) -> Response:
         key = access.key(request, Permission.BLOCKS)
         access.require_room(key)
         asked = await _asked(request, "trace")
-        return StreamingResponse(_encoded(traces.run(asked, key), access, key), media_type=CONTENT_TYPE)
+        events = _counted(traces.run(asked, key), "trace")
+        return StreamingResponse(_encoded(events, access, key), media_type=CONTENT_TYPE)
 
-    @made.post("/generate", summary="Runs prompts without blocks", response_class=StreamingResponse)
+    @made.post("/generate", summary="Runs prompts without blocks", response_class=Response, **openapi.FRAMES)
     async def generate(request: Request) -> Response:
         key = access.key(request, Permission.BLOCKS)
         access.require_room(key)
         asked = await _asked(request, "generate")
-        return StreamingResponse(_encoded(traces.generate(asked, key), access, key), media_type=CONTENT_TYPE)
+        events = _counted(traces.generate(asked, key), "generate")
+        return StreamingResponse(_encoded(events, access, key), media_type=CONTENT_TYPE)
 
-    @made.get("/edits", summary="The edits beside this key's requests")
+    @made.get("/edits", summary="The edits beside this key's requests", **openapi.EDITS)
     async def seen(request: Request) -> Response:
         return JSONResponse({"edits": edits.seen(access.key(request))})
 
-    @made.post("/edits", summary="Installs a form, as JSON, or a block, as a frame")
+    @made.post("/edits", summary="Installs a form, as JSON, or a block, as a frame", **openapi.INSTALL)
     async def install(request: Request, name: str | None = None) -> Response:
         if request.headers.get("content-type") != CONTENT_TYPE:
             key = access.key(request)
-            return JSONResponse(await edits.install_form(key, await _body(request, traces.wire.header)))
+            with metrics.counted("edit"):
+                return JSONResponse(await edits.install_form(key, await _body(request, traces.wire.header)))
         key = access.key(request, Permission.BLOCKS)
-        return JSONResponse(await edits.install(key, name, await _asked(request, "edit")))
+        with metrics.counted("edit"):
+            return JSONResponse(await edits.install(key, name, await _asked(request, "edit")))
 
-    @made.delete("/edits", summary="Clears all edits that this key may")
+    @made.delete("/edits", summary="Clears all edits that this key may", **openapi.CLEARED)
     async def clear_all(request: Request) -> Response:
         return JSONResponse({"cleared": await edits.clear(access.key(request))})
 
-    @made.delete("/edits/{number}", summary="Clears one")
+    @made.delete("/edits/{number}", summary="Clears one", **openapi.CLEARED)
     async def clear(request: Request, number: int) -> Response:
         return JSONResponse({"cleared": await edits.clear(access.key(request), number)})
 
-    @made.get("/form", summary="The JSON Schema of a form")
+    @made.get("/form", summary="The JSON Schema of a form", **openapi.PLAIN)
     async def form_schema(request: Request) -> Response:
         access.key(request)
         return JSONResponse(schema())
 
-    @made.post("/form", summary="Reads and edits beside a prompt, as JSON says")
+    @made.post("/form", summary="Reads and edits beside a prompt, as JSON says", **openapi.FORM)
     async def form(request: Request) -> Response:
         key = access.key(request)
         access.require_room(key)
-        asked, parsed = forms.parsed(await _body(request, traces.wire.header))
-        with access.running(key):
+        with access.running(key), metrics.counted("form"):
+            asked, parsed = forms.parsed(await _body(request, traces.wire.header))
             return JSONResponse(await forms.answered(model, asked, parsed, key))
 
     return made
@@ -163,6 +183,17 @@ async def _body(request: Request, limit: int) -> bytes:
         if len(body) > limit:
             raise RefusedError(413, "too-large", f"the request has more than {limit} bytes")
     return bytes(body)
+
+
+async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncIterator[Event]:
+    metrics.TRACES.labels(kind).inc()
+    async with aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            if isinstance(event, Failed):
+                metrics.FAILURES.labels(kind).inc()
+            elif isinstance(event, Saves):
+                metrics.saved([*event.values.values(), event.returned])
+            yield event
 
 
 async def _encoded(events: AsyncIterator[Event], access: Access, key: Key) -> AsyncIterator[bytes]:

@@ -24,6 +24,7 @@ from insitu.engine.client.start_async import attached
 from insitu.engine.server.access import Access
 from insitu.engine.server.beside import BesideOpenAI
 from insitu.engine.server.elsewhere import Elsewhere
+from insitu.engine.server.metrics import EngineMetrics
 from insitu.engine.server.routes import PREFIX, router
 from insitu.engine.server.traces import Traces
 from insitu.net import Keys, Permission
@@ -41,10 +42,15 @@ class Routes:
 
     name = "insitu"
     required_tasks = ("generate",)
+    _metrics: EngineMetrics | None = None
 
     def attach_router(self, app: Any) -> None:
         self._app = app
-        app.add_middleware(Elsewhere, own=PREFIX)
+        app.add_middleware(Elsewhere, own=PREFIX, before_metrics=self._before_metrics)
+
+    async def _before_metrics(self) -> None:
+        if self._metrics is not None:
+            await self._metrics.refresh()
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         if engine_client is None:
@@ -53,6 +59,7 @@ class Routes:
             raise error
         model = AsyncVLLM(args.model)
         model._engine = await attached(engine_client, model)
+        self._metrics = EngineMetrics(model)
         access = Access(_keys(args), _permission(args))
         BesideOpenAI(model, access).watch(state)
         self._app.include_router(router(model, Traces(model), access))

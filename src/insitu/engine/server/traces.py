@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
@@ -17,9 +18,23 @@ from insitu.engine.job import Job
 from insitu.engine.server.trusted import TrustedInvoke, trusted
 from insitu.guard import GuardedBlock, GuardLimits, RestrictedInvoke, restricted
 from insitu.guard.allowed import resolved
-from insitu.net import Done, Event, Failed, Key, Named, Output, Permission, Saves, TraceRequest, WireError, WireLimits
+from insitu.net import (
+    Done,
+    Event,
+    Failed,
+    Key,
+    Named,
+    Output,
+    Permission,
+    Progress,
+    Saves,
+    TraceRequest,
+    WireError,
+    WireLimits,
+)
 
 Events = AsyncIterator[Event]
+_EVERY = 0.5
 
 
 class Traces:
@@ -66,9 +81,11 @@ class Traces:
 
     async def _events(self, wave: Wave, stream: bool) -> Events:
         running = await self._model._running().begin(wave)
-        over = False
+        over, seen = False, Seen(len(wave))
         try:
             async for output in running:
+                if (progress := seen.progress(output)) is not None:
+                    yield progress
                 if stream and not output.finished:
                     yield Output(output.invoke, output)
             over = True
@@ -111,6 +128,27 @@ class Traces:
         if ref.kind == "node":
             return self._model.get(ref.path) if ref.path else self._model._root
         raise WireError(f"nothing of the kind {ref.kind!r:.40} is known here", "unknown")
+
+
+class Seen:
+    """What has come of the requests of a trace so far."""
+
+    def __init__(self, requests: int) -> None:
+        self._requests = requests
+        self._tokens: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._told = time.monotonic()
+
+    def progress(self, output: Any) -> Progress | None:
+        """To be told now and then of a long trace."""
+        self._tokens[output.invoke] = sum(len(one.token_ids) for one in output.outputs)
+        if output.finished:
+            self._ended.add(output.invoke)
+        if time.monotonic() - self._told < _EVERY:
+            return None
+        self._told = time.monotonic()
+        ended, begun = len(self._ended), len(self._tokens)
+        return Progress(self._requests - begun, begun - ended, ended, sum(self._tokens.values()))
 
 
 def require_plain(sampling: Mapping[str, Any]) -> None:

@@ -47,7 +47,8 @@ class Stats:
     ``tapped_steps``: all that waited for modules were served at taps; ``plain_steps``: none waited for one,
     so the step ran as vLLM would run it. A tapped step that had to be run again eagerly counts as both.
     ``tap_bytes``: what the taps hold on the device. ``blocks_together``: beside so many requests the block ran once
-    for all those that began in the same step; ``blocks_alone``: beside so many it ran by itself."""
+    for all those that began in the same step; ``blocks_alone``: beside so many it ran by itself. ``block_seconds``:
+    for how long blocks ran, waiting left out."""
 
     eager_steps: int = 0
     plain_steps: int = 0
@@ -55,6 +56,7 @@ class Stats:
     tap_bytes: int = 0
     blocks_together: int = 0
     blocks_alone: int = 0
+    block_seconds: float = 0.0
 
 
 @dataclass

@@ -20,6 +20,7 @@ from insitu.engine.worker.host import Host, Stats
 from insitu.engine.worker.runner_v1 import V1Adapter
 from insitu.engine.worker.runner_v2 import V2Adapter
 from insitu.run import Names, Outcome, names_of, visits
+from insitu.run.spent import seconds_in_blocks
 from insitu.run.tapped_ranks import TappedLeader
 from insitu.tree import Listing, Named, Outline, Place
 from insitu.wire import Port, Shared
@@ -122,7 +123,8 @@ class InsituWorker:
 
     def insitu_stats(self) -> Stats:
         host, runner = self._insitu, self.model_runner  # type: ignore[attr-defined]
-        return Stats(host.eager_steps, host.plain_steps, host.tapped_steps, taps.nbytes(runner), *host.counts)
+        steps = host.eager_steps, host.plain_steps, host.tapped_steps
+        return Stats(*steps, taps.nbytes(runner), *host.counts, seconds_in_blocks())
 
     def insitu_taps(self) -> dict[Place, bool]:
         interleaver = self._insitu.interleaver
