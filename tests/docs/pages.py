@@ -2,7 +2,8 @@
 
 A fenced block marked `python` is run, in one namespace for the page; the block marked `text` right after
 it is what it prints. A block whose text begins with `Traceback` has to fail, and the traceback is what it
-prints. `<!-- not run: reason -->` on the line before a block leaves it out.
+prints. A block marked `sh` that begins with `curl` is run too, by a shell. `<!-- not run: reason -->` on the line
+before a block leaves it out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(
     r"(?P<skip><!-- not run:[^\n]*-->\n)?"
-    r"^```python\n(?P<code>.*?)^```\n"
+    r"^```(?P<language>python|sh(?=\ncurl))\n(?P<code>.*?)^```\n"
     r"(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
@@ -39,6 +40,7 @@ class Block:
     """What the page says that it prints; None where the page shows nothing."""
     span: tuple[int, int]
     """Where that is in the page."""
+    language: str = "python"
 
     @property
     def fails(self) -> bool:
@@ -49,7 +51,8 @@ def blocks(page: Path) -> list[Block]:
     """The blocks of a page that are run."""
     found = [match for match in FENCE.finditer(page.read_text("utf-8")) if not match["skip"]]
     return [
-        Block(number, match["code"], match["output"], match.span("output")) for number, match in enumerate(found, 1)
+        Block(number, match["code"], match["output"], match.span("output"), match["language"])
+        for number, match in enumerate(found, 1)
     ]
 
 
@@ -84,6 +87,8 @@ def _run_here(page: Path) -> list[str]:
 
 
 def _run_block(block: Block, filename: str, namespace: dict[str, Any]) -> str:
+    if block.language == "sh":
+        return subprocess.run(["bash", "-c", block.code], check=True, stdout=subprocess.PIPE, text=True).stdout
     linecache.cache[filename] = (len(block.code), None, block.code.splitlines(keepends=True), filename)
     # A real file: vLLM asks standard output for its number.
     with tempfile.TemporaryFile("w+") as printed, contextlib.redirect_stdout(printed):

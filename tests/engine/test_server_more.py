@@ -118,7 +118,7 @@ def test_trusted_keys_run_any_code_and_others_none_of_it(model: Any, ann: Any, t
 
         pathlib.Path(made).write_text("here")
         twice = helper(21)
-        twice.save()
+        twice.save()  # type: ignore[attr-defined]
     assert (Path(made).read_text(), twice) == ("here", 42)
     assert model.run(lambda tracer: __import__("math").sqrt(4.0), PROMPT, max_tokens=1) == 2.0
     with pytest.raises(insitu.NotAllowedError), ann.trace(PROMPT, max_tokens=1):
