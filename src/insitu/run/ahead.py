@@ -49,7 +49,7 @@ class Ahead:
         """``filled`` is given the memory of each page and its rows, once they have their values."""
         self.now = Coming()
         self.promised = 0
-        self.most = 3
+        self.most = 8
         self._step = 0
         self._coming: dict[int, Coming] = {}
         self._requests = 0

@@ -31,7 +31,7 @@ from insitu.run.torch_state import BlockState
 from insitu.tree import RESULT, STEP, Place
 
 _FEW = 8
-_SPELL = 8
+_SPELL = 16
 Edits = Mapping[Place, Mapping[BlockRun, Target]]
 
 
