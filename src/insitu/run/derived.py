@@ -44,7 +44,8 @@ class Derived:
         return self._parts() if callable(self._parts) else self._parts
 
     def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return sum(parts[1:], parts[0]) * self._multiplier
+        total = sum(parts[1:], parts[0])
+        return total if self._multiplier == 1 else total * self._multiplier
 
     @property
     def stale(self) -> bool:
