@@ -32,6 +32,8 @@ class RemoteTrace(Trace):
         super().__init__(model._running(), model._lock, prompts, settings)
         self._model = model
         self._limits = limits
+        # What blocks know as their tracer: of a class that workers in other processes know.
+        self._tracer = Trace(model._running(), model._lock, prompts, settings)
         run = self._submit
         self._arrivals: list[RestrictedInvoke] = []
 
@@ -54,7 +56,9 @@ class RemoteTrace(Trace):
         self._arrivals = restricted(request, self._found, self._limits)
         for (prepared, job), one in zip(work, self._arrivals, strict=True):
             block: Any = FunctionBlock(one.block) if callable(one.block) else one.block
-            made.append((prepared, Job(job.id, block, one.values, job.module_name, self, job.exports, job.shared)))
+            made.append(
+                (prepared, Job(job.id, block, one.values, job.module_name, self._tracer, job.exports, job.shared))
+            )
         return made
 
     def _named(self, value: Any) -> Named | None:
@@ -67,7 +71,7 @@ class RemoteTrace(Trace):
     def _found(self, name: Named) -> Any:
         if name.kind == "node":
             return self._model.get(name.path)
-        return self._model if name.kind == "model" else self
+        return self._model if name.kind == "model" else self._tracer
 
 
 def put_into(mine: Any, changed: Any) -> None:

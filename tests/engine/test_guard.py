@@ -18,8 +18,6 @@ from tests.docs import pages
 from tests.engine import remote
 from tests.engine.helpers import PROMPT, layers
 
-pytestmark = pytest.mark.in_process
-
 PROMPTS = [PROMPT, "The capital of Japan is", "Water boils at"]
 SCALE = 2.0
 
@@ -232,6 +230,7 @@ def test_a_cache_that_grows_too_large_is_the_block_s_error(model: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_process
 @pytest.mark.parametrize("page", ["walkthrough", "blocks"])
 def test_pages_of_the_docs_print_the_same_under_the_guard(page: str, tmp_path: Path) -> None:
     file, result = pages.ROOT / "docs" / f"{page}.md", tmp_path / "result.json"
@@ -265,7 +264,7 @@ def test_what_a_block_passes_on_is_looked_at_first(model: Any) -> None:
 
     with pytest.raises(LimitError, match="it has done 1000000 operations"):
         remote.run(model, passing, PROMPT)
-    with pytest.raises(ValueError, match=r"<RemoteTrace>|<Invoke>"):
+    with pytest.raises(ValueError, match="<Trace>"):
         remote.run(model, raising, PROMPT)
     with pytest.raises(insitu.UnknownModuleError):
         with remote.trace(model, PROMPT) as tracer:
