@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "in-process": {},
     "workers": {"engine": "workers"},
     "two-ranks": {"tensor_parallel_size": 2},
+    "two-stages": {"pipeline_parallel_size": 2},
 }
 
 
@@ -57,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--engine") == "two-ranks":
+    if config.getoption("--engine") in ("two-ranks", "two-stages"):
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
 

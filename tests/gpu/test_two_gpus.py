@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import insitu
+from tests import models
 from tests.engine import test_taps
 from tests.gpu import ranks
 from tests.gpu.ranks import BLOCKS, VOCABULARY, experts, largest_difference, tensors_of
@@ -30,14 +31,14 @@ ENGINE = {
     "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 320, "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 2**30, "skip_tokenizer_init": True, "dispatch": True,
 }  # fmt: skip
-BOUND = 0.08
+BOUND, STAGED_BOUND = 0.08, 0.02
 PROMPTS = [
     torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (40, 7, 129, 1)
 ]
 
 
-KINDS = ["mixtral", "llama", "qwen3", "tapped llama"]
+KINDS = ["mixtral", "staged mixtral", "llama", "staged llama", "qwen3", "tapped llama"]
 """vLLM wants an engine of a mixture of experts to be the first of its process."""
 
 
@@ -47,16 +48,23 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """On two ranks, and on one. Llama's are compiled, with CUDA graphs."""
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     name = kind.rpartition(" ")[2]
     folder = str(tmp_path_factory.mktemp(name))
     ranks.save_model(name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(kind: str, folder: str) -> Iterator[tuple[Any, Any]]:
+    """On two GPUs, by ranks or by stages, and on one. Llama's are compiled, with CUDA graphs."""
+    way, _, name = kind.rpartition(" ")
     settings = {**ENGINE, "enforce_eager": name != "llama"}
+    several = "pipeline_parallel_size" if way == "staged" else "tensor_parallel_size"
     taps = test_taps.PLACES if kind == "tapped llama" else ()
     with (
         insitu.VLLM(folder, **settings) as one,
-        insitu.VLLM(folder, **settings, tensor_parallel_size=2, taps=taps) as two,
+        insitu.VLLM(folder, **settings, **{several: 2}, taps=taps) as two,
     ):
         yield two, one
 
@@ -77,7 +85,40 @@ def compare(
 ) -> None:
     settings = {**SETTINGS, "max_tokens": steps}
     ours, wanted = [each.run(functools.partial(block, each), prompts, **settings) for each in engines]
-    print(f"{what}: {largest_difference(ours, wanted, what, BOUND):.1e}")
+    print(f"{what}: {largest_difference(ours, wanted, what, bound_of(engines)):.1e}")
+
+
+def bound_of(engines: tuple[Any, Any]) -> float:
+    """Stages add up nothing in another order than one GPU does."""
+    config = engines[0].vllm_entrypoint.llm_engine.vllm_config.parallel_config
+    return STAGED_BOUND if config.pipeline_parallel_size > 1 else BOUND
+
+
+def streams(model: Any, tracer: Any) -> dict[str, torch.Tensor]:
+    found = {"embed": model.embed}
+    for i in range(ranks.LAYERS):
+        for name in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"):
+            found[f"{name}[{i}]"] = getattr(model, name)[i]
+    return found | {"final_norm": model.final_norm, "logits": model.logits}
+
+
+def test_two_are_as_near_to_float32_as_one(engines: tuple[Any, Any], kind: str, folder: str) -> None:
+    """The yardstick for what two GPUs and one differ by: the error that each has against transformers in float32."""
+    oracle = models.oracle(folder)
+    worst = {"one": 0.0, "two": 0.0, "apart": 0.0, "ratio": 0.0}
+    for prompt in PROMPTS[:3]:
+        wanted = vars(models.hf_residuals(oracle, prompt))
+        two, one = [each.run(functools.partial(streams, each), prompt, **SETTINGS) for each in engines]
+        for place in two:
+            name, _, layer = place.partition("[")
+            true = wanted[name][int(layer[:-1])] if layer else wanted[name][-len(two[place]) :]
+            size = true.norm()
+            a, b = ((each[place].float() - true).norm() / size for each in (one, two))
+            apart = (two[place].float() - one[place].float()).norm() / size
+            assert b <= 1.5 * a + 1e-3, f"{place}: one GPU is {a:.2g} from float32, two are {b:.2g}"
+            found = {"one": a, "two": b, "apart": apart, "ratio": b / a.clamp(min=1e-3)}
+            worst = {key: max(worst[key], value.item()) for key, value in found.items()}
+    print(f"{kind}, against float32: {', '.join(f'{key} {value:.1e}' for key, value in worst.items())}")
 
 
 def test_every_module(engines: tuple[Any, Any], kind: str) -> None:
@@ -90,7 +131,7 @@ def test_a_block(engines: tuple[Any, Any], kind: str, block: Callable[[Any, Any]
 
 
 def test_experts(engines: tuple[Any, Any], kind: str) -> None:
-    if kind != "mixtral":
+    if "mixtral" not in kind:
         pytest.skip("has none")
     compare(engines, experts, "experts")
 
@@ -138,7 +179,7 @@ def test_an_error_in_a_block_is_its_own(engines: tuple[Any, Any]) -> None:
     assert caught.value.invoke == 1
     for prompt in (PROMPTS[0], PROMPTS[2]):
         found.append(engines[1].run(lambda tracer: engines[1].resid_post[1], prompt, **SETTINGS))
-    largest_difference(sorted(seen, key=len), sorted(found, key=len), "beside an error", BOUND)
+    largest_difference(sorted(seen, key=len), sorted(found, key=len), "beside an error", bound_of(engines))
     with pytest.raises(RuntimeError, match=r"size|shape"):  # on all ranks, in a module that a block calls
         model.run(lambda tracer: model.model.layers[0].self_attn.o_proj(model.embed[:, :10]), PROMPTS[0], **SETTINGS)
     compare(engines, ranks.standard_names, "after errors")

@@ -68,6 +68,10 @@ class Anatomy:
             "resid_post": Stream(Place(at, "output"), summands),
         }[name]
 
+    def layer(self, number: int) -> str:
+        """Path of a layer."""
+        return join(self._layout.layers, str(number)) if self._layout else ""
+
     @property
     def norm(self) -> str:
         """Path of the norm before the unembedding."""
@@ -93,9 +97,8 @@ class Anatomy:
         require_heads(module, what)
         if name != ATTN_PATTERN:
             return heads_at(path, module, name)
-        kernel_of(module, what)
         q, k = (heads_at(path, module, each) for each in ("q", "k"))
-        return Pattern(q.place, what=what, module=module, q=q, k=k)
+        return Pattern(q.place, what=what, kernel=kernel_of(module, what), q=q, k=k)
 
     def _attention(self, at: str, what: str) -> str:
         inside = (path for path in self._modules.by_path if path.startswith(f"{at}."))

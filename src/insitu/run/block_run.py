@@ -112,6 +112,7 @@ class BlockRun:
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
         self.reads_unseen = not _UNASKED.isdisjoint(mentioned)
+        self.reads_tokens = "tokens" in mentioned
         self.writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)
         self._keys = KeyRecorder(model.anatomy.keys) if reads_later_patterns(mentioned, length) else None
         self.recorders: list[Recorder] = [] if self._keys is None else [self._keys]

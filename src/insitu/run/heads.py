@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from insitu.block import LocationError, WriteError
-from insitu.run.attention import kernel_of
+from insitu.run.attention import Kernel
 from insitu.run.served import Rows
 from insitu.run.stream import Stream
 from insitu.tree import Place
@@ -49,7 +49,7 @@ class Pattern(Stream):
     """How much each head of an attention module takes of each key: not a value of the model, but computed."""
 
     what: str = ""
-    module: Any = None
+    kernel: Kernel | None = None
     q: Heads = Heads(Place("", "input"))
     k: Heads = Heads(Place("", "input"))
 
@@ -57,7 +57,8 @@ class Pattern(Stream):
         """``[heads, queries, keys]``. ``earlier``: the keys of the steps before."""
         (q,), (k,) = self.q.parts(inputs), self.k.parts(inputs)
         keys = k if earlier is None else torch.cat([earlier, k])
-        return kernel_of(self.module, self.what).pattern(q.detach(), keys.detach())
+        assert self.kernel is not None
+        return self.kernel.pattern(q.detach(), keys.detach())
 
 
 def heads_at(path: str, module: Any, name: str) -> Heads:

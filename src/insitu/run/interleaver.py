@@ -6,7 +6,7 @@ request sees of a value is in ``served``, the coroutine in ``block_run``, vLLM i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -46,8 +46,12 @@ class Interleaver:
     """Whether this step's blocks are served at taps, beside a compiled forward."""
     one_graph = True
     """Whether that forward may be one CUDA graph."""
+    windowed = frozenset({"insitu_collect"})
+    """What the client calls that has blocks run otherwise than in a step."""
     leaves_ended_out = True
-    """Whether steps are no concern of blocks that have ended."""
+    """Whether steps are no concern of blocks that have ended, as soon as they have."""
+    left: Sequence[str] = ()
+    """Otherwise: the requests of whose blocks all ranks know since this step began that they have ended."""
 
     def __init__(
         self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
@@ -60,6 +64,7 @@ class Interleaver:
         self.calls = Calls(self.modules, unembed)
         self.sender = Sender()
         self._safe_ids = safe_ids
+        self.parameters = sum(parameter.numel() for parameter in root.parameters())
         self.ops = Operations(self.modules, self._own_forward)
         self._reached = 0
         self._waiting: dict[Place, list[BlockRun]] = {}
@@ -75,6 +80,14 @@ class Interleaver:
         """What values places were seen to hold."""
         self.touched: set[int] = set()
         """Which tensors of the place served last were edited where they are."""
+
+    @property
+    def fixed(self) -> frozenset[int]:
+        """The memory of what does not go by tokens, whatever its shape."""
+        return self.modules.fixed
+
+    def over(self) -> None:
+        """To be called when the sampled ids of a step have been served, and what may be wrong with them told."""
 
     def window(self) -> AbstractContextManager[Any]:
         """To be open while blocks run otherwise than in a step."""
@@ -195,9 +208,15 @@ class Interleaver:
     def check(self, run: BlockRun, place: Place) -> None:
         ops = self.ops.require(place) if place.op else []
         require_to_come(run, place, self.order, learning=self._open and not self.order.complete)
-        if ops and run.in_step and place.path in self._active:
+        if ops:
+            self.check_operation(place, run.in_step, run.at)
+
+    def check_operation(self, place: Place, in_step: bool, at: Place | None) -> None:
+        """Raises if there is no such operation, or none that can still come. ``at``: where the block is."""
+        ops = self.ops.require(place)
+        if in_step and place.path in self._active:
             if self.ops.has_gone_by(place, ops):
-                raise refusals.gone_by(place, run.at)
+                raise refusals.gone_by(place, at)
             self.ops.require_stops(place)
 
     def position(self, place: Place, after: int = 0) -> int:
@@ -320,7 +339,7 @@ class Interleaver:
 
     def _kept_for_skips(self, leave: Place, inputs: Any) -> KeptRows | None:
         skipping = [self._rows_of(run) for run in self._waiting.get(leave, ()) if run.skipping]
-        return KeptRows(inputs, skipping, self.modules.fixed) if skipping else None
+        return KeptRows(inputs, skipping, self.fixed) if skipping else None
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
@@ -355,7 +374,7 @@ class Interleaver:
                 continue  # it runs for the other requests alone
             if place in recorder.places and run.steps > recorder.first_step:
                 try:
-                    recorder.record(place, run.steps - 1, live, self._rows_of(run), self.modules.fixed)
+                    recorder.record(place, run.steps - 1, live, self._rows_of(run), self.fixed)
                 except Exception as error:  # no memory for it: this request's error, not the step's
                     self._recorders.remove(entry)
                     self._withdraw(run)
@@ -394,7 +413,7 @@ class Interleaver:
         return self.modules.vocabulary(place.path) or self._safe_ids
 
     def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
-        return run.show(live, self._rows_of(run), str(place), self.modules.fixed)
+        return run.show(live, self._rows_of(run), str(place), self.fixed)
 
     def _rows_of(self, run: BlockRun) -> Rows:
         rows = self.rows[run]

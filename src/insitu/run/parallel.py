@@ -8,10 +8,10 @@ error in it is met by no collective that somebody else still waits in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,27 +24,35 @@ from insitu.run.shards import Group
 from insitu.tree import SAMPLES, Place, current
 
 
-@dataclass(frozen=True)
-class Parked:
-    """A block that waits at ``place`` now."""
+class Wait(NamedTuple):
+    """How a block waits: one that ``names_source`` may ask for operations next."""
 
-    request: str
     place: Place
     skipping: bool
     names_source: bool
+
+
+Parked = dict[Wait, list[str]]
+"""Blocks that wait now, by how they do."""
+
+
+def note_parked(parked: Parked, place: Place, run: Any) -> None:
+    parked.setdefault(Wait(place, run.skipping, run.names_source), []).append(run.request)
 
 
 @dataclass
 class Done:
     """The leader's blocks all wait again, or have ended."""
 
-    parked: list[Parked] = field(default_factory=list)
+    parked: Parked = field(default_factory=dict)
     withdrawn: list[str] = field(default_factory=list)
     recorded: frozenset[Place] | None = None
     """Places that are recorded from now on, if that has changed."""
     in_place: list[int] = field(default_factory=list)
     """Tensors of the place that were edited where they are; each follows."""
     replaced: list[int] = field(default_factory=list)
+    left: Sequence[str] = ()
+    """Requests whose blocks have all ended: later steps are no concern of theirs."""
     at_taps: Any = None
     """What else there is to know where places have taps."""
 
@@ -118,7 +126,7 @@ class ParallelInterleaver(Interleaver):
 class Leader(ParallelInterleaver):
     """Runs the blocks, on rank 0."""
 
-    leaves_ended_out = False  # or followers, who do not know, would wait for messages
+    leaves_ended_out = False  # before followers know, who would wait for messages
     _windows = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -141,7 +149,8 @@ class Leader(ParallelInterleaver):
                 self._group.send(news)
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
-        with self.window():
+        with self.window() as news:
+            news.left = self.left
             return super().begin(runs)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
@@ -193,7 +202,7 @@ class Leader(ParallelInterleaver):
         super()._park(run)
         place = run.waiting
         if place is not None and run in self._waiting.get(place, ()):
-            self._news.parked.append(Parked(run.request, place, run.skipping, run.names_source))
+            note_parked(self._news.parked, place, run)
 
     def _withdraw(self, run: BlockRun) -> None:
         super()._withdraw(run)
@@ -235,6 +244,10 @@ class Shadow:
 class Follower(ParallelInterleaver):
     """Does on the other ranks what rank 0 does."""
 
+    shadow = Shadow
+    ended: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """Is the leader's business."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._device = next(self.modules.root.parameters()).device
@@ -243,7 +256,7 @@ class Follower(ParallelInterleaver):
     def begin(self, runs: Iterable[Any]) -> bool:
         self._waiting.clear()
         self._shadows = {run.request: run for run in runs}
-        self.follow()
+        self.left = self.follow().left
         return bool(self._recorded_places) or any(place.in_forward for place in self._waiting)
 
     def open(self, rows: RowsOf) -> None:
@@ -282,11 +295,12 @@ class Follower(ParallelInterleaver):
                 self._wrap(place.path)
         self._wait(done.parked)
 
-    def _wait(self, blocks: Iterable[Parked]) -> None:
-        for parked in blocks:
-            shadow = self._shadows[parked.request]
-            shadow.skipping, shadow.names_source = parked.skipping, parked.names_source
-            self._wait_at(parked.place, shadow)
+    def _wait(self, parked: Parked) -> None:
+        for wait, requests in parked.items():
+            for request in requests:
+                shadow = self._shadows[request]
+                shadow.skipping, shadow.names_source = wait.skipping, wait.names_source
+                self._wait_at(wait.place, shadow)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         if not self._is_awaited(place):

@@ -66,9 +66,18 @@ def missed(place: Place, modules: ModuleTable, called: bool, passed: bool) -> Lo
     return gone_by_at_the_end(place) if passed else unreached(place, module, called=bool(place.op) and called)
 
 
+def left_over(place: Place, kind: str, called: bool) -> LocationError:
+    """Where the forward has several stages, and none has come to ``place`` since the block waits there."""
+    return gone_by_at_the_end(place) if called else _unreached(place, kind, called=False)
+
+
 def unreached(place: Place, module: torch.nn.Module, called: bool) -> NotReachedError:
     """``called``: the module was, but the forward did not come to an operation in it."""
-    where = f"`{place.path}` ({type(module).__name__})"
+    return _unreached(place, type(module).__name__, called)
+
+
+def _unreached(place: Place, kind: str, called: bool) -> NotReachedError:
+    where = f"`{place.path}` ({kind})"
     missed = f"did not come to it in {where}" if called else f"never called {where}"
     return NotReachedError(f"`{place}` was not reached: this step's forward is over and {missed}")
 

@@ -89,7 +89,7 @@ class Withheld:
 class Leaf:
     """One private tensor and the live tensor that it was copied from."""
 
-    __slots__ = ("compare", "edited", "live", "private", "replaced", "rows", "version")
+    __slots__ = ("compare", "edited", "live", "number", "private", "replaced", "rows", "version")
 
     def __init__(
         self, live: torch.Tensor, rows: Index | None, compare: bool, private: torch.Tensor | None = None
@@ -100,6 +100,7 @@ class Leaf:
         self.private = (live if rows is None else live[rows]).clone() if private is None else private
         self.version = self.private._version
         self.replaced = False
+        self.number = 0
         self.edited: torch.Tensor | None = None
 
     @property
@@ -147,6 +148,7 @@ class Served:
                 if mine is None and withhold:
                     return withheld.setdefault(id(tensor), Withheld(tensor))
                 leaf = leaves[id(tensor)] = Leaf(tensor, mine, compare)
+                leaf.number = len(leaves) + len(withheld) - 1
             return leaf.private
 
         self._withheld = withheld
@@ -219,15 +221,15 @@ class Served:
         in place.
         """
         replaced: dict[int, torch.Tensor] = {}
-        for index, (key, leaf) in enumerate(self._leaves.items()):
+        for key, leaf in self._leaves.items():
             if not self._is_changed(leaf):
                 continue
             self.edited = True
             rows, live = self._writable(leaf, ids_below)
             original = copies.get(key, live)
-            apart = _shares_elements(original)
+            apart = shares_elements(original)
             if not apart and (leaf.edited is not None or not leaf.replaced):
-                self.touched.add(index)
+                self.touched.add(leaf.number)
             if leaf.edited is not None and not apart:
                 original[rows].copy_(leaf.edited)
             if (leaf.replaced or apart) and key not in copies:
@@ -303,7 +305,7 @@ class Served:
         return new
 
 
-def _shares_elements(tensor: torch.Tensor) -> bool:
+def shares_elements(tensor: torch.Tensor) -> bool:
     """Whether one element stands for several, as in an expanded tensor: it can't be edited where it is."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

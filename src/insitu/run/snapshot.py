@@ -118,4 +118,5 @@ class SharedServed(Served):
                 return self._withheld.setdefault(id(tensor), Withheld(tensor))
             private = self._snapshot.copy(tensor, self._number) if isinstance(mine, slice) else None
             leaf = self._leaves[id(tensor)] = Leaf(tensor, mine, False, private)
+            leaf.number = len(self._leaves) + len(self._withheld) - 1
         return leaf.private

@@ -40,8 +40,7 @@ def names_of(interleaver: Interleaver) -> Names:
         except LocationError as error:
             absent[name, layer] = str(error)
     ordered = dict(sorted(computed.items(), key=lambda item: interleaver.position(item[1].place)))
-    parameters = sum(parameter.numel() for parameter in interleaver.modules.root.parameters())
-    return Names(ordered, absent, parameters)
+    return Names(ordered, absent, interleaver.parameters)
 
 
 def visits(interleaver: Interleaver, places: Iterable[Named]) -> list[int]:

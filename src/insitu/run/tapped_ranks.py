@@ -17,7 +17,7 @@ from insitu.block import LocationError
 from insitu.run.block_run import BlockRun
 from insitu.run.interleaver import RowsOf
 from insitu.run.layouts import Gathered, gathered_whole
-from insitu.run.parallel import Done, Follower, Leader, Parked
+from insitu.run.parallel import Done, Follower, Leader, Parked, note_parked
 from insitu.run.structure import Structure
 from insitu.run.tapped import TappedInterleaver, layer_outputs, put_in_place
 from insitu.tree import Place
@@ -38,7 +38,7 @@ class Passed:
     what they have written is written again."""
 
     again: bool
-    waiting: list[Parked]
+    waiting: Parked
     rewritten: frozenset[Place]
 
 
@@ -85,11 +85,10 @@ class TappedLeader(Leader, TappedInterleaver):
         with self.window() as news:
             again = super().after_compiled()
             self._rewritten = frozenset(place for place, _, _ in self._pending)
-            waiting = [
-                Parked(run.request, place, run.skipping, run.names_source)
-                for place, runs in self._waiting.items()
-                for run in runs
-            ]
+            waiting: Parked = {}
+            for place, runs in self._waiting.items():
+                for run in runs:
+                    note_parked(waiting, place, run)
             news.at_taps = Passed(again, waiting, self._rewritten)
         return again
 

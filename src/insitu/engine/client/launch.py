@@ -30,11 +30,12 @@ OURS = {
     "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
 _GIB = 2**30
+_TENSOR, _PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
 
 
 def needs_workers(engine_args: Mapping[str, Any]) -> bool:
     """Whether the model has several ranks, or its executor was chosen."""
-    several = (engine_args.get("tensor_parallel_size") or 1) > 1
+    several = any((engine_args.get(name) or 1) > 1 for name in (_TENSOR, _PIPELINE))
     return several or engine_args.get("distributed_executor_backend") not in (None, "uni")
 
 
@@ -69,7 +70,7 @@ def checked_args(
     for name in OURS:
         if engine_args.get(name):
             raise ArgumentError(f"`{name}` is set by insitu itself, which gets into the engine by it")
-    _refuse_what_is_not_there_yet(engine_args)
+    _refuse_what_is_not_there_yet(engine_args, taps)
     if workers:
         engine_args = {"distributed_executor_backend": "mp", **engine_args}
     _require_model(repo)
@@ -82,18 +83,22 @@ def refusal(repo: str, config: VllmConfig) -> EngineError | None:
     kind = "encoder-decoder" if model.is_encoder_decoder else model.runner_type
     if kind != "generate":  # an encoder's part of the forward has rows of its own, which blocks are not shown yet
         return EngineError(f"`{repo}` is a {kind} model; insitu traces models that generate text")
-    if config.parallel_config.tensor_parallel_size > 1 and model.using_transformers_backend():
-        return EngineError(
-            f"`{repo}` has no model class in vLLM, which runs transformers' own code for it; insitu traces such models "
-            f"on one rank only: leave tensor_parallel_size out"
-        )
+    for name in (_TENSOR, _PIPELINE):
+        if getattr(config.parallel_config, name) > 1 and model.using_transformers_backend():
+            return EngineError(
+                f"`{repo}` has no model class in vLLM, which runs transformers' own code for it; insitu traces such "
+                f"models on one rank only: leave {name} out"
+            )
     return None
 
 
-def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any]) -> None:
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        if (engine_args.get(name) or 1) > 1:
-            raise ArgumentError(f"`{name}`: this version runs models over several devices by tensor_parallel_size only")
+def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any], taps: Sequence[str]) -> None:
+    if (engine_args.get("data_parallel_size") or 1) > 1:
+        raise ArgumentError("`data_parallel_size`: this version runs one copy of a model; make one model for each")
+    if (engine_args.get(_PIPELINE) or 1) > 1:
+        beside = [name for name in (_TENSOR, "enable_lora") if (engine_args.get(name) or 0) > (name == _TENSOR)]
+        for name in (*beside, *["taps"] * bool(taps)):
+            raise ArgumentError(f"`{_PIPELINE}`: this version has no `{name}` beside it; leave one of the two out")
 
 
 def _with_taps(engine_args: Mapping[str, Any], taps: Sequence[str]) -> dict[str, Any]:

@@ -21,8 +21,10 @@ from insitu.engine.worker.host import Host, New
 from insitu.engine.worker.kernels import EagerKernels
 from insitu.engine.worker.logprobs import rescored
 from insitu.engine.worker.ranks import interleaver_of
-from insitu.run import BlockRun, Rows
+from insitu.run import Rows
 from insitu.run.parallel import Follower
+from insitu.run.stage_follower import StageFollower
+from insitu.run.stage_leader import StageLeader
 from insitu.run.tapped import TappedInterleaver
 from insitu.run.tapped_ranks import TappedFollower
 
@@ -41,7 +43,7 @@ class Adapter:
         self._compute_logits: Callable[..., Any] = model.compute_logits
         safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
         self.interleaver = interleaver_of(runner, model, self._compute_logits, safe_ids)
-        self.host = FollowingHost(one) if isinstance(one := self.interleaver, Follower) else Host(one)
+        self.host = FollowingHost(one) if isinstance(one := self.interleaver, (Follower, StageFollower)) else Host(one)
         self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
         if self.loras:
             self.interleaver.calls.beside = self.loras.beside
@@ -68,7 +70,11 @@ class Adapter:
         leaders = self.host.begin()
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
         runs = chain(chain.from_iterable(self.runs.values()), leaders)
+        if self.runs:
+            self.host.tell_left()
         self.waits_in_forward = bool(self.runs) and self.interleaver.begin(runs)
+        if self.runs:
+            self.host.leave_out()
         self._expects_logits = bool(self.runs)
         if not self.runs:
             self.interleaver.idle()
@@ -78,6 +84,29 @@ class Adapter:
         plain = not self.waits_in_forward and not self.tapped
         self.host.plain_steps += bool(scheduled.total_num_scheduled_tokens) and plain
 
+    def begin_here(self, scheduled: Any) -> None:
+        """A later stage has begun already, before it waited for what the one before it computes."""
+        if not isinstance(self.interleaver, StageFollower):
+            self.begin(scheduled)
+
+    def end_forward(self) -> None:
+        """This rank's forward is over; of the first of several stages, those of the others begin."""
+        if not isinstance(leader := self.interleaver, StageLeader) or not self.runs:
+            return
+        watched = leader.hand_over(lambda: self.host.after_step(self.runs))
+        if watched and not self.waits_in_forward:
+            self.host.eager_steps += 1
+            self.host.plain_steps -= 1
+
+    def fail_forward(self, error: BaseException) -> None:
+        if isinstance(leader := self.interleaver, StageLeader) and self.runs:
+            leader.fail(error)
+
+    def begin_sampling(self) -> None:
+        """The first of several stages serves the others, the last of which samples."""
+        if isinstance(leader := self.interleaver, StageLeader) and self.runs:
+            leader.serve(lambda: self.host.after_step(self.runs))
+
     @property
     def at_taps(self) -> TappedInterleaver | TappedFollower:
         """The interleaver, in a step that is ``tapped``."""
@@ -86,7 +115,7 @@ class Adapter:
 
     def eager_kernels(self) -> AbstractContextManager[None]:
         """To be open in an eager step's forward; operations of a module's own code are watched where they are."""
-        watched = any(run.names_source for runs in self.runs.values() for run in runs if isinstance(run, BlockRun))
+        watched = any(run.names_source for runs in self.runs.values() for run in runs)
         return nullcontext() if watched else self._kernels.used()
 
     def count_again(self) -> None:
@@ -146,6 +175,10 @@ class Adapter:
 
     def serve_samples(self, sampled: Any, logits: torch.Tensor | None) -> None:
         """Serves the ids of vLLM's ``SamplerOutput``, whose log-probabilities were made of ``logits``."""
+        self._serve_samples(sampled, logits)
+        self.interleaver.over()
+
+    def _serve_samples(self, sampled: Any, logits: torch.Tensor | None) -> None:
         ids, scores = sampled.sampled_token_ids, sampled.logprobs_tensors
         drawn = None if scores is None or logits is None else ids.clone()
         self.interleaver.samples(ids)
@@ -179,7 +212,7 @@ class Adapter:
     def mark_ended(self, output: Any) -> None:
         """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here, and which it may
         preempt from now on."""
-        if self.runs:
+        if self.runs and not isinstance(self.interleaver, StageLeader):
             output.insitu_ended, output.insitu_released = self.host.after_step(self.runs)
 
 

@@ -8,25 +8,27 @@ from typing import Any
 from insitu.engine.worker.host import New, run_key
 from insitu.run import Rows
 from insitu.run.parallel import Follower, Shadow
+from insitu.run.stage_follower import StageFollower
 
 
 class FollowingHost:
     """Stands where a ``Host`` stands on the leading rank."""
 
-    def __init__(self, interleaver: Follower) -> None:
+    def __init__(self, interleaver: Follower | StageFollower) -> None:
         self.interleaver = interleaver
         self.jobs: set[str] = set()
         self.eager_steps = 0
         self.plain_steps = 0
         self.tapped_steps = 0
         self._live: dict[str, list[Shadow]] = {}
+        self._left: set[str] = set()
         self._by_key: dict[str, list[tuple[str, Shadow]]] = {}
 
     def called(self, method: str, keys: Sequence[str]) -> None:
         """The client has called a method of the leader that changes which requests have blocks."""
         if method == "insitu_submit":
             self.jobs.update(keys)
-        if method == "insitu_collect":
+        if method in self.interleaver.windowed:
             self.interleaver.follow()
         if method in ("insitu_collect", "insitu_drop"):
             for key in keys:
@@ -35,6 +37,7 @@ class FollowingHost:
                     self._live[request].remove(shadow)
                     if not self._live[request]:
                         del self._live[request]
+                        self._left.discard(request)
 
     def admit(self, new: New) -> None:
         request, tag = new.request, new.tag
@@ -46,7 +49,7 @@ class FollowingHost:
         elif tag.refusal and not runs:
             runs.append((tag.group, 0))
         for key, edit in runs:
-            shadow = Shadow(run_key(request, edit))
+            shadow = self.interleaver.shadow(run_key(request, edit))
             self._live.setdefault(request, []).append(shadow)
             self._by_key.setdefault(key, []).append((request, shadow))
 
@@ -60,7 +63,14 @@ class FollowingHost:
         """Is the leader's business."""
 
     def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[Shadow]]:
-        return {request: list(self._live[request]) for request in scheduled if request in self._live}
+        going = (request for request in scheduled if request in self._live and request not in self._left)
+        return {request: list(self._live[request]) for request in going}
+
+    def tell_left(self) -> None:
+        """Is the leader's business."""
+
+    def leave_out(self) -> None:
+        self._left.update(request for request in self.interleaver.left if request in self._live)
 
     def after_step(self, runs: Mapping[str, list[Shadow]]) -> tuple[frozenset[str], frozenset[str]]:
-        return frozenset(), frozenset()
+        return self.interleaver.ended

@@ -73,6 +73,8 @@ class Host:
     _live: dict[str, list[_Live]] = field(default_factory=dict)
     _going: dict[str, list[_Live]] = field(default_factory=dict)
     """Of the requests that steps may still concern."""
+    _leaving: list[str] = field(default_factory=list)
+    """Those of which other ranks do not know yet that steps concern them no more."""
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
     _new: dict[str, New] = field(default_factory=dict)
     _cohorts: list[Cohort] = field(default_factory=list)
@@ -298,6 +300,15 @@ class Host:
                     live.run.rows = rows
         return found
 
+    def tell_left(self) -> None:
+        """The step that begins is the last of requests whose blocks have ended, if all ranks are to know."""
+        self.interleaver.left, self._leaving = self._leaving, []
+
+    def leave_out(self) -> None:
+        """All ranks know."""
+        for request in self.interleaver.left:
+            self._going.pop(request, None)
+
     def after_step(self, runs: Mapping[str, list[BlockRun]]) -> tuple[frozenset[str], frozenset[str]]:
         """Of these requests, those that end here, since a block of theirs failed or called ``tracer.stop()``, and
         those that may be preempted from now on. What blocks that have ended saved is sent to the host."""
@@ -310,8 +321,11 @@ class Host:
                 over.add(request)
             if all(map(_bears_preemption, lives)):
                 released.add(request)
-            if self.interleaver.leaves_ended_out and all(live.run.done and not live.run.recorders for live in lives):
-                self._going.pop(request, None)
+            if request in self._going and all(live.run.done and not live.run.recorders for live in lives):
+                if self.interleaver.leaves_ended_out:
+                    self._going.pop(request, None)
+                else:
+                    self._leaving.append(request)
                 ended.extend(lives)
         self._send(ended)
         return frozenset(over), frozenset(released)

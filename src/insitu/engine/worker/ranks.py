@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from insitu.engine.taps import install
+from insitu.engine.worker.stages import stage_of
 from insitu.run import Interleaver
 from insitu.run.attention import is_attention
 from insitu.run.layouts import Parallel
@@ -28,6 +29,8 @@ from insitu.run.tapped_ranks import TappedFollower, TappedLeader
 
 def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int) -> Interleaver:
     """The interleaver of this rank: alone, leading or following."""
+    if get_pp_group().world_size > 1:
+        return stage_of(runner, model, unembed, safe_ids)
     group = Ranks()
     if group.size == 1:
         return install.interleaver_for(runner, model, unembed, safe_ids)

@@ -40,14 +40,19 @@ class V1Adapter(Adapter):
         return self.runner.input_batch.req_ids
 
     def execute_model(self, original: Method, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        self.begin(scheduled)
+        self.begin_here(scheduled)
         self._scheduled = scheduled.num_scheduled_tokens
         self._embedded_ahead = False
         try:
-            return original(scheduled, *args, **kwargs)
+            output = original(scheduled, *args, **kwargs)
+        except BaseException as error:
+            self.fail_forward(error)
+            raise
         finally:
             self._scheduled = {}
             self.interleaver.close()
+        self.end_forward()
+        return output
 
     def embed_input_ids(self, *args: Any, **kwargs: Any) -> Any:
         """Where prompts may hold images or embeddings, vLLM embeds tokens ahead of the forward."""
@@ -110,6 +115,7 @@ class V1Adapter(Adapter):
         return about.max_num_logprobs is not None or bool(getattr(about, "logprob_token_ids", None))
 
     def sample_tokens(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self.begin_sampling()
         output = original(*args, **kwargs)
         # Under asynchronous scheduling the output itself is still to come.
         self.mark_ended(getattr(output, "_model_runner_output", output))

@@ -52,16 +52,20 @@ class V2Adapter(Adapter):
     def execute_model(self, original: Method, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return original(scheduled, *args, **kwargs)
-        self.begin(scheduled)
+        self.begin_here(scheduled)
         try:
             with _step(self._path()), self.eager_kernels() if self.waits_in_forward else nullcontext():
                 output = original(scheduled, *args, **kwargs)
             if self.tapped and self.at_taps.after_compiled():
                 self._forward_again()
-            return output
-        except BaseException:
+        except BaseException as error:
+            self.fail_forward(error)
             self.interleaver.close()
             raise
+        if not self.runner.is_last_pp_rank:
+            self.interleaver.close()
+            self.end_forward()
+        return output
 
     def prepare_inputs(self, original: Method, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         batch = original(scheduled, *args, **kwargs)
@@ -114,6 +118,7 @@ class V2Adapter(Adapter):
             self.interleaver.close()
 
     def sample_tokens(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self.begin_sampling()
         output = original(*args, **kwargs)
         if output is not None:
             self.mark_ended(getattr(output, "model_runner_output", output))

@@ -19,6 +19,7 @@ from insitu.engine.worker.following import FollowingHost
 from insitu.engine.worker.host import Host, Stats
 from insitu.engine.worker.runner_v1 import V1Adapter
 from insitu.engine.worker.runner_v2 import V2Adapter
+from insitu.engine.worker.stages import take_turns
 from insitu.run import Names, Outcome, names_of, visits
 from insitu.run.spent import seconds_in_blocks
 from insitu.run.tapped_ranks import TappedLeader
@@ -53,6 +54,7 @@ class InsituWorker:
         adapter = fitting[0](runner)
         self.insitu_host = adapter.host
         self.insitu_loras = adapter.loras
+        take_turns(self, adapter)
 
     def insitu_open(self) -> None:
         """Attached, makes this worker answer by messages. If it can't be attached, each of them is answered so."""
@@ -81,7 +83,8 @@ class InsituWorker:
         assert self.insitu_port is not None
         if self.insitu_refusal is not None:
             return self.insitu_port.pack((None, self.insitu_refusal))
-        with self._insitu.interleaver.window() if request.method == "insitu_collect" else nullcontext():
+        interleaver = self._insitu.interleaver
+        with interleaver.window() if request.method in interleaver.windowed else nullcontext():
             return answered(self.insitu_port, getattr(self, request.method), request.message)
 
     def insitu_outline(self) -> tuple[Outline, int]:

@@ -1,0 +1,278 @@
+"""A later stage of a pipeline-parallel model, whose values the first one's blocks are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from insitu.block import EngineError, LocationError
+from insitu.run.interleaver import Interleaver, RowsOf
+from insitu.run.parallel import Shadow
+from insitu.run.served import map_tensors, shares_elements, storage_of, tensors_of
+from insitu.run.stages import (
+    Answer,
+    Arrived,
+    Ask,
+    Done,
+    Failed,
+    Handover,
+    Link,
+    Over,
+    Recorded,
+    Refused,
+    Released,
+    Report,
+    Seen,
+    Stages,
+)
+from insitu.tree import SAMPLES, Place, current
+
+Span = tuple[int, int]
+
+
+class StageShadow(Shadow):
+    """A run as a later stage knows it."""
+
+    def __init__(self, request: str) -> None:
+        super().__init__(request)
+        self.refused: Exception | None = None
+
+    def refuse(self, error: Exception) -> None:  # type: ignore[override]
+        self.refused = self.refused or error
+
+
+class StageFollower(Interleaver):
+    """Does in its forward what the first stage's blocks wait for."""
+
+    shadow = StageShadow
+    windowed = frozenset({"insitu_collect", "insitu_operations"})
+
+    def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
+        super().__init__(root, unembed, safe_ids)
+        self._link = link
+        self._device = next(root.parameters()).device
+        self._shadows: dict[str, Any] = {}
+        self._recorded: Recorded = {}
+        self._recorded_places: frozenset[Place] = frozenset()
+        self._visits: list[tuple[Place, tuple[str, ...]]] = []
+        self._last: Place | None = None
+        self._served = False
+        self._drawn: torch.Tensor | None = None
+        self.ended: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        """Of the step: the requests that their blocks end, and those that may be preempted from now on."""
+
+    def meet(self, own: Report) -> None:
+        """To be called on all stages at once."""
+        self._link.send(0, own)
+        self.stages: Stages = self._link.receive(0)
+
+    # -- one step -------------------------------------------------------------------------
+
+    def begin(self, runs: Iterable[Any]) -> bool:
+        """Does what blocks ask for until this stage's turn comes."""
+        self._waiting.clear()
+        self._sourced.clear()
+        self._shadows = {run.request: run for run in runs}
+        self._visits, self._last = [], None
+        handover = self.follow()
+        assert isinstance(handover, Handover)
+        self._served, self.ended, self.left = handover.served, handover.over, handover.left
+        self.order.complete = not handover.learning
+        self._take(handover)
+        return handover.learning or bool(self._recorded) or any(place.in_forward for place in self._waiting)
+
+    def open(self, rows: RowsOf) -> None:
+        super().open(rows)
+        self._watch_recorded()
+
+    def over(self) -> None:
+        """Ends this stage's part of the step, and waits until all others have ended theirs."""
+        if not self._served:
+            return
+        self._served = False
+        refused = {name: each.refused for name, each in self._shadows.items() if each.refused}
+        self._link.send(0, Over(self._seen(), self._drawn, self._spans(self.rows), refused))
+        self._drawn = None
+        released = self.follow()
+        assert isinstance(released, Released)
+        self.ended = released.over
+
+    def fail(self, error: BaseException) -> None:
+        if self._served:
+            self._served = False
+            self._link.send(0, Failed(f"{type(error).__name__}: {error}"))
+
+    def follow(self) -> Any:
+        """Does what the first stage's blocks ask for, until it says something else."""
+        while True:
+            message = self._link.receive(0)
+            if isinstance(message, Failed):
+                self._served = False
+                raise EngineError(f"the first stage of the pipeline has failed: {message.why}")
+            if not isinstance(message, Ask):
+                return message
+            self._link.send(0, self._answer(message))
+
+    def _answer(self, ask: Ask) -> Answer:
+        args = map_tensors(ask.args, lambda tensor: tensor.to(self._device))
+        token = current.set(ask)  # type: ignore[arg-type]  # for its adapter
+        try:
+            return Answer(getattr(self, ask.method)(*args))
+        except Exception as error:
+            return Answer(error=error)
+        finally:
+            current.reset(token)
+
+    def _take(self, done: Done) -> None:
+        for request in done.withdrawn:
+            for place, waiting in list(self._waiting.items()):
+                self._waiting[place] = [other for other in waiting if other.request != request]
+        if done.recorded is not None:
+            self._recorded = done.recorded
+            self._recorded_places = frozenset().union(*(places for places, _ in done.recorded.values()))
+            if self._open:
+                self._watch_recorded()
+        for wait, requests in done.parked.items():
+            if self._link.stage not in self.stages.having(wait.place):
+                continue
+            for request in requests:
+                shadow = self._shadows[request]
+                shadow.skipping, shadow.names_source = wait.skipping, wait.names_source
+                self._wait_at(wait.place, shadow)
+
+    def _watch_recorded(self) -> None:
+        for _, paths in self._recorded.values():
+            for path in paths:
+                if path in self.modules.by_path:
+                    self._wrap(path)
+
+    # -- one place ------------------------------------------------------------------------
+
+    def _serve_if_awaited(self, place: Place, live: Any) -> Any:
+        if place.in_forward and self._link.stage not in self.stages.having(place):
+            return live  # of a module of which each stage runs a part
+        if place not in self._waiting and place not in self._recorded_places:
+            return super()._serve_if_awaited(place, live)
+        seen = self._seen()
+        waiting = [run.request for run in self._arrived(place)]
+        self._visits.clear()  # the first stage notes this one itself
+        waiting += [name for name, (places, _) in self._recorded.items() if place in places]
+        spans = self._spans({self._shadows[name]: self.rows.get(self._shadows[name]) for name in waiting})
+        if not spans:
+            return live
+        return self._shown(place, live, spans, seen)
+
+    def _shown(self, place: Place, live: Any, spans: dict[str, Span], seen: Seen) -> Any:
+        parts = sorted(set(spans.values()))
+        tensors = list({id(each): each for each in tensors_of(live)}.values())
+        rows = next(iter(self.rows.values()))
+        apart = frozenset(
+            number for number, each in enumerate(tensors) if storage_of(each) in self.fixed or rows.of(each) is None
+        )
+        value = {id(each): each if n in apart else _picked(each, parts) for n, each in enumerate(tensors)}
+        sent = map_tensors(_plain(live), lambda tensor: value[id(tensor)])
+        shifted, total = _shifted(spans, parts)
+        self._link.send(0, Arrived(place, tuple(self._active), sent, shifted, total, apart, seen))
+        done = self.follow()
+        self._take(done)
+        return self._taken_over(live, tensors, parts, done)
+
+    def _taken_over(self, live: Any, tensors: list[torch.Tensor], parts: list[Span], done: Done) -> Any:
+        replaced: dict[int, torch.Tensor] = {}
+        for number, new in (*done.edited.items(), *done.replaced.items()):
+            mine = tensors[number]
+            if number in done.replaced or shares_elements(mine):
+                mine = replaced.setdefault(id(mine), mine.clone())
+            _put(mine, parts, new)
+        return map_tensors(live, lambda tensor: replaced.get(id(tensor), tensor)) if replaced else live
+
+    def samples(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._served:
+            return tensor
+        flat = tensor[:, 0] if tensor.dim() == 2 else tensor
+        seen, waiting = self._seen(), self._arrived(SAMPLES)
+        if waiting:
+            spans = self._spans({run: self.rows[run] for run in waiting})
+            self._link.send(0, Arrived(SAMPLES, (), (flat, self._vocabulary), spans, len(flat), frozenset(), seen))
+            done = self.follow()
+            self._take(done)
+            flat.copy_(done.edited[0])
+        self._drawn = flat
+        return tensor
+
+    def _spans(self, rows: Any) -> dict[str, Span]:
+        return {run.request: (each.start, each.stop) for run, each in rows.items() if each is not None}
+
+    # -- what goes by ---------------------------------------------------------------------
+
+    def _arrived(self, place: Place) -> list[Any]:
+        if not self.order.complete:
+            self._visits.append((place, tuple(self._active)))
+        if not place.op:
+            self._last = place
+        return super()._arrived(place)
+
+    def _seen(self) -> Seen:
+        visits, self._visits = self._visits, []
+        return Seen(visits, self._last)
+
+    def close(self) -> None:
+        super().close()
+        self.order.complete = True
+
+    def _refuse_unreached(self) -> None:
+        while late := [place for place in self._waiting if place.in_forward]:
+            self._tell({place: self._unreached(place) for place in late})
+
+    def _refuse_inside(self, call: Place, error: LocationError) -> None:
+        if late := [each for each in self._waiting if each.path == call.path and each.is_inside(call)]:
+            self._tell(dict.fromkeys(late, error))
+
+    def _tell(self, errors: dict[Place, Any]) -> None:
+        for place in errors:
+            del self._waiting[place]
+        self._link.send(0, Refused(errors, self._seen()))
+        self._take(self.follow())
+
+
+def _picked(tensor: torch.Tensor, parts: list[Span]) -> torch.Tensor:
+    return torch.cat([tensor[start:stop] for start, stop in parts]) if len(parts) > 1 else tensor[slice(*parts[0])]
+
+
+def _put(tensor: torch.Tensor, parts: list[Span], new: torch.Tensor) -> None:
+    new, at = new.to(tensor.device), 0
+    for start, stop in parts:
+        tensor[start:stop].copy_(new[at : at + stop - start])
+        at += stop - start
+
+
+def _shifted(spans: dict[str, Span], parts: list[Span]) -> tuple[dict[str, Span], int]:
+    """The spans where only ``parts`` are left, and how many rows these have."""
+    starts, total = {}, 0
+    for start, stop in parts:
+        starts[start, stop] = (total, total + stop - start)
+        total += stop - start
+    return {name: starts[span] for name, span in spans.items()}, total
+
+
+def _plain(value: Any) -> Any:
+    """Objects of the model's own that stand beside tensors stay here."""
+    if isinstance(value, (tuple, list)):
+        parts = [_plain(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    known = value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+    return value if known else Kept(type(value).__name__)
+
+
+class Kept:
+    """Stands on the first stage for an object of a later one."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __repr__(self) -> str:
+        return f"<{self._kind}>"
