@@ -65,6 +65,10 @@ class Channel(Protocol):
         """Forgets jobs whose requests are gone, without a result; with a shipment, what is left of that, too."""
         ...
 
+    def abandon(self) -> None:
+        """To be called when a step has failed: a worker may wait for others that will never come."""
+        ...
+
     def close(self) -> None:
         """To be called when the engine has shut down."""
         ...
@@ -92,6 +96,9 @@ class Direct:
 
     def drop(self, jobs: Sequence[str], shipment: Shipment | None = None) -> None:
         self.call("insitu_drop", jobs)
+
+    def abandon(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -178,7 +185,11 @@ class Wired(Messages):
         super().__init__(side)
         self._rpc = llm.collective_rpc
         self._sockets = _sockets_of(llm)
+        self._abandoned = False
         self._rpc("insitu_open")
+
+    def abandon(self) -> None:
+        self._abandoned = True
 
     def close(self) -> None:
         for socket in self._sockets:
@@ -189,6 +200,8 @@ class Wired(Messages):
         return self._sent(self.packed(method, *args, jobs=jobs))
 
     def _sent(self, message: bytes) -> Any:
+        if self._abandoned:
+            raise EngineError("a step of this engine has failed, and its workers are asked no more; make a new one")
         try:
             answers = self._rpc("insitu_call", args=(message,))
         except Exception as error:
@@ -216,7 +229,8 @@ class Wired(Messages):
             self.put_back(shipment, self.call("insitu_changes", shipment.number))
 
     def drop(self, jobs: Sequence[str], shipment: Shipment | None = None) -> None:
-        self.call("insitu_drop", list(jobs), shipment.number if shipment else 0, jobs=list(jobs))
+        if not self._abandoned:
+            self.call("insitu_drop", list(jobs), shipment.number if shipment else 0, jobs=list(jobs))
 
 
 class AsyncWired(Messages):

@@ -6,8 +6,8 @@ request sees of a value is in ``served``, the coroutine in ``block_run``, vLLM i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from insitu.block import LocationError
 from insitu.run import refusals
+from insitu.run.alone import Alone
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun, in_order
 from insitu.run.calls import Calls
@@ -32,7 +33,7 @@ from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
 RowsOf = Mapping[BlockRun, Rows]
 
 
-class Interleaver:
+class Interleaver(Alone):
     """The blocks beside one model. The engine calls, for each step and in this order:
 
     ``begin`` with the step's runs; ``open`` with their rows before the forward; ``rows`` when the
@@ -46,12 +47,6 @@ class Interleaver:
     """Whether this step's blocks are served at taps, beside a compiled forward."""
     one_graph = True
     """Whether that forward may be one CUDA graph."""
-    windowed = frozenset({"insitu_collect"})
-    """What the client calls that has blocks run otherwise than in a step."""
-    leaves_ended_out = True
-    """Whether steps are no concern of blocks that have ended, as soon as they have."""
-    left: Sequence[str] = ()
-    """Otherwise: the requests of whose blocks all ranks know since this step began that they have ended."""
 
     def __init__(
         self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
@@ -64,7 +59,6 @@ class Interleaver:
         self.calls = Calls(self.modules, unembed)
         self.sender = Sender()
         self._safe_ids = safe_ids
-        self.parameters = sum(parameter.numel() for parameter in root.parameters())
         self.ops = Operations(self.modules, self._own_forward)
         self._reached = 0
         self._waiting: dict[Place, list[BlockRun]] = {}
@@ -80,18 +74,6 @@ class Interleaver:
         """What values places were seen to hold."""
         self.touched: set[int] = set()
         """Which tensors of the place served last were edited where they are."""
-
-    @property
-    def fixed(self) -> frozenset[int]:
-        """The memory of what does not go by tokens, whatever its shape."""
-        return self.modules.fixed
-
-    def over(self) -> None:
-        """To be called when the sampled ids of a step have been served, and what may be wrong with them told."""
-
-    def window(self) -> AbstractContextManager[Any]:
-        """To be open while blocks run otherwise than in a step."""
-        return nullcontext()
 
     # -- one step -------------------------------------------------------------------------
 
@@ -120,9 +102,6 @@ class Interleaver:
     def work_ahead(self, is_time: Callable[[], bool]) -> None:
         """Between two steps, while ``is_time``: does what can be done before it is asked for."""
         self.sender.work(is_time)
-
-    def idle(self) -> None:
-        """Instead of ``begin``, in a step without runs."""
 
     def forget(self) -> None:
         """There are no runs any more."""
@@ -339,7 +318,7 @@ class Interleaver:
 
     def _kept_for_skips(self, leave: Place, inputs: Any) -> KeptRows | None:
         skipping = [self._rows_of(run) for run in self._waiting.get(leave, ()) if run.skipping]
-        return KeptRows(inputs, skipping, self.fixed) if skipping else None
+        return KeptRows(inputs, skipping, self.modules.fixed) if skipping else None
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
@@ -374,7 +353,7 @@ class Interleaver:
                 continue  # it runs for the other requests alone
             if place in recorder.places and run.steps > recorder.first_step:
                 try:
-                    recorder.record(place, run.steps - 1, live, self._rows_of(run), self.fixed)
+                    recorder.record(place, run.steps - 1, live, self._rows_of(run), self.modules.fixed)
                 except Exception as error:  # no memory for it: this request's error, not the step's
                     self._recorders.remove(entry)
                     self._withdraw(run)
@@ -413,7 +392,7 @@ class Interleaver:
         return self.modules.vocabulary(place.path) or self._safe_ids
 
     def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
-        return run.show(live, self._rows_of(run), str(place), self.fixed)
+        return run.show(live, self._rows_of(run), str(place), self.modules.fixed)
 
     def _rows_of(self, run: BlockRun) -> Rows:
         rows = self.rows[run]

@@ -38,6 +38,11 @@ class ModuleTable:
         inside = any(each.startswith(join(path, "")) for each in self._beside)
         return inside or any(hasattr(part, "kv_cache") for part in self.by_path[path].modules())
 
+    @cached_property
+    def parameters(self) -> int:
+        """How many there are."""
+        return sum(parameter.numel() for parameter in self.root.parameters())
+
     def vocabulary(self, path: str) -> int | None:
         """How many ids the module there embeds, if it embeds any."""
         module: Any = self.by_path.get(path)

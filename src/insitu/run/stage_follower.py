@@ -81,7 +81,8 @@ class StageFollower(Interleaver):
         self._served, self.ended, self.left = handover.served, handover.over, handover.left
         self.order.complete = not handover.learning
         self._take(handover)
-        return handover.learning or bool(self._recorded) or any(place.in_forward for place in self._waiting)
+        waits = bool(self._recorded) or any(place.in_forward for place in self._waiting)
+        return handover.eager or handover.learning or waits
 
     def open(self, rows: RowsOf) -> None:
         super().open(rows)
@@ -168,9 +169,8 @@ class StageFollower(Interleaver):
         parts = sorted(set(spans.values()))
         tensors = list({id(each): each for each in tensors_of(live)}.values())
         rows = next(iter(self.rows.values()))
-        apart = frozenset(
-            number for number, each in enumerate(tensors) if storage_of(each) in self.fixed or rows.of(each) is None
-        )
+        fixed = self.modules.fixed
+        apart = frozenset(n for n, each in enumerate(tensors) if storage_of(each) in fixed or rows.of(each) is None)
         value = {id(each): each if n in apart else _picked(each, parts) for n, each in enumerate(tensors)}
         sent = map_tensors(_plain(live), lambda tensor: value[id(tensor)])
         shifted, total = _shifted(spans, parts)

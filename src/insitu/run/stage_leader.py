@@ -54,18 +54,16 @@ class StageLeader(Interleaver):
         self._gone: set[int] = set()
         self._at = 0
         """The stage whose part of the step is under way."""
-        self._apart: frozenset[int] = frozenset()
-        self._listened = self._serves = self._learns = False
+        self._listened = self._serves = self._learns = self._eager = False
 
     def meet(self, own: Report) -> None:
         """To be called on all stages at once."""
         reports = [own, *(self._link.receive(stage) for stage in range(1, self._link.stages))]
         self.stages = Stages(reports)
-        self.modules = _Modules(self.modules.root, self.stages)
+        self.modules: _Modules = _Modules(self.modules.root, self.stages)
         self.anatomy = _Anatomy(self.modules, self.stages)
         for stage in range(1, self._link.stages):
             self._link.send(stage, self.stages)
-        self.parameters = sum(report.parameters for report in reports)
 
     # -- one step -------------------------------------------------------------------------
 
@@ -76,7 +74,8 @@ class StageLeader(Interleaver):
         self._listened, self._at, self._reached = True, 0, 0
         waits = super().begin(runs)
         self._learns = waits and not self.order.complete
-        return self._learns or bool(self._recorders) or any(self._is_own(place) for place in self._waiting)
+        self._eager = self._learns or bool(self._recorders) or any(self._is_own(place) for place in self._waiting)
+        return self._eager
 
     def hand_over(self, after_step: Callable[[], Ended]) -> bool:
         """This stage's forward is over. Returns whether a later one is watched."""
@@ -136,10 +135,9 @@ class StageLeader(Interleaver):
         for place, waiting in self._waiting.items():
             for run in waiting if stage in self.stages.having(place) else ():
                 note_parked(parked, place, run)
-        recorded = self._recorded_now()
-        self._link.send(
-            stage, Handover(parked, [], recorded, {}, {}, self._serves, self._learns, over, tuple(self.left))
-        )
+        message = Handover(parked, recorded=self._recorded_now(), over=over, left=tuple(self.left))
+        message.served, message.learning, message.eager = self._serves, self._learns, self._eager
+        self._link.send(stage, message)
 
     def _follow(self, stage: int) -> None:
         """Does what the stage's forward brings, until that is over."""
@@ -157,6 +155,7 @@ class StageLeader(Interleaver):
             with torch.inference_mode():
                 self._serve_message(stage, message)
             self._active.clear()
+            self.modules.apart = frozenset()  # their memory may be another tensor's next
             recorded = self._recorded_now()
             self._news.recorded = None if recorded == before else recorded
             self._link.send(stage, self._news)
@@ -174,7 +173,7 @@ class StageLeader(Interleaver):
     def _serve_arrived(self, message: Arrived) -> None:
         live = self._brought(message)
         tensors = list({id(each): each for each in tensors_of(live)}.values())
-        self._apart = frozenset(storage_of(tensors[number]) for number in message.apart)
+        self.modules.apart = frozenset(storage_of(tensors[number]) for number in message.apart)
         self.rows = self._rows_in(message.rows, message.total)
         self._active[:] = message.calls
         if message.place == LOGITS:
@@ -261,10 +260,6 @@ class StageLeader(Interleaver):
         while late := [place for place in self._waiting if place.in_forward and self.stages.having(place) == [0]]:
             self._refuse(late[0], self._unreached(late[0]))
 
-    @property
-    def fixed(self) -> frozenset[int]:
-        return self.modules.fixed if self._open else self._apart
-
     # -- what blocks ask ------------------------------------------------------------------
 
     def check(self, run: BlockRun, place: Place) -> None:
@@ -299,11 +294,19 @@ class StageLeader(Interleaver):
 
 
 class _Modules(ModuleTable):
-    """Those of this stage, with an outline of all."""
+    """Those of this stage, with an outline of all. ``apart``: the memory of what a later one has sent that does not go
+    by rows."""
 
     def __init__(self, root: torch.nn.Module, stages: Stages) -> None:
         super().__init__(root)
         self._stages = stages
+        self._own = super().fixed
+        self.apart: frozenset[int] = frozenset()
+        self.parameters = sum(report.parameters for report in stages.reports)
+
+    @property
+    def fixed(self) -> frozenset[int]:  # type: ignore[override]
+        return self._own | self.apart if self.apart else self._own
 
     @cached_property
     def _outline(self) -> Outline:  # type: ignore[override]

@@ -66,11 +66,13 @@ class Done:
 @dataclass
 class Handover(Done):
     """From the first stage: the forward of a later one may begin. ``served``: whether messages of its are waited for
-    in this step; if not, ``over`` says the rest. ``learning``: the order of places is to be told. ``left``: the
-    requests whose blocks have all ended."""
+    in this step; if not, ``over`` says the rest. ``learning``: the order of places is to be told. ``eager``: the
+    stage before ran so, and its rows are not padded as graphs want them. ``left``: the requests whose blocks have all
+    ended."""
 
     served: bool = False
     learning: bool = False
+    eager: bool = False
     over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     left: tuple[str, ...] = ()
 
@@ -158,7 +160,7 @@ def report_of(modules: ModuleTable, anatomy: Anatomy, of_model: Sequence[str], o
             streams[name, layer] = anatomy.stream(name, layer)
         except LocationError as error:
             streams[name, layer] = str(error)
-    return Report(outline, real, streams, sum(each.numel() for each in modules.root.parameters()))
+    return Report(outline, real, streams, modules.parameters)
 
 
 class Stages:

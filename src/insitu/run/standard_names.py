@@ -40,7 +40,7 @@ def names_of(interleaver: Interleaver) -> Names:
         except LocationError as error:
             absent[name, layer] = str(error)
     ordered = dict(sorted(computed.items(), key=lambda item: interleaver.position(item[1].place)))
-    return Names(ordered, absent, interleaver.parameters)
+    return Names(ordered, absent, interleaver.modules.parameters)
 
 
 def visits(interleaver: Interleaver, places: Iterable[Named]) -> list[int]:

@@ -293,6 +293,7 @@ class Engine(EngineClient):
             self._loop.run(requests, finished)
         except FailedStepError as failure:
             self._failure = failure.__cause__
+            self._channel.abandon()
             self._require_alive()
 
     def generate(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:

@@ -94,7 +94,9 @@ def refusal(repo: str, config: VllmConfig) -> EngineError | None:
 
 def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any], taps: Sequence[str]) -> None:
     if (engine_args.get("data_parallel_size") or 1) > 1:
-        raise ArgumentError("`data_parallel_size`: this version runs one copy of a model; make one model for each")
+        raise ArgumentError(
+            "`data_parallel_size`: this version runs one copy of a model; make one for each, and share the prompts"
+        )
     if (engine_args.get(_PIPELINE) or 1) > 1:
         beside = [name for name in (_TENSOR, "enable_lora") if (engine_args.get(name) or 0) > (name == _TENSOR)]
         for name in (*beside, *["taps"] * bool(taps)):

@@ -97,8 +97,8 @@ def adapt(args: Any) -> None:
             f"--host {args.host}: whoever reaches this address could run blocks here. Give --api-key KEY, or serve "
             f"this machine alone with --host {LOOPBACK}, as `insitu serve` does if --host is left out"
         )
-    if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1 or args.pipeline_parallel_size > 1:
-        raise ArgumentError("insitu serve runs one API server, one pipeline stage and one data parallel rank")
+    if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
+        raise ArgumentError("insitu serve runs one API server and one data parallel rank: start one server for each")
     _keys(args)  # a file that can't be read is told before the engine is built
     if _permission(args) == Permission.TRUSTED:
         print(_TRUSTING.format(user=getpass.getuser(), machine=socket.gethostname()), file=sys.stderr, flush=True)

@@ -5,12 +5,13 @@ What differs between the runners is in ``runner_v1`` and ``runner_v2``, a few sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from vllm.forward_context import is_forward_context_available, set_forward_context
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from insitu.block import RequestError
@@ -45,8 +46,7 @@ class Adapter:
         self.interleaver = interleaver_of(runner, model, self._compute_logits, safe_ids)
         self.host = FollowingHost(one) if isinstance(one := self.interleaver, (Follower, StageFollower)) else Host(one)
         self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
-        if self.loras:
-            self.interleaver.calls.beside = self.loras.beside
+        self.interleaver.calls.beside = self._as_in_forward
         self._kernels = EagerKernels(model)
         self.runs: dict[str, list[Any]] = {}
         self.waits_in_forward = False
@@ -58,6 +58,14 @@ class Adapter:
         for name in self.METHODS:
             setattr(runner, name, _Wrapped(getattr(self, name), getattr(runner, name)))
         model.__dict__["compute_logits"] = self.compute_logits
+
+    @contextmanager
+    def _as_in_forward(self, given: Any) -> Iterator[None]:
+        """What a module that a block calls runs in, also where no forward is under way; experts ask for that."""
+        config = self.runner.vllm_config
+        around = nullcontext() if is_forward_context_available() else set_forward_context(None, config)
+        with around, self.loras.beside(given) if self.loras else nullcontext():
+            yield
 
     @classmethod
     def fits(cls, runner: Any) -> bool:
