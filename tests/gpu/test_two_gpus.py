@@ -7,6 +7,7 @@ that rounding can't lead two engines apart.
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,6 +59,7 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def engines(kind: str, folder: str) -> Iterator[tuple[Any, Any]]:
     """On two GPUs, by ranks or by stages, and on one. Llama's are compiled, with CUDA graphs."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # CUDA is in use in this process
     way, _, name = kind.rpartition(" ")
     settings = {**ENGINE, "enforce_eager": name != "llama"}
     several = "pipeline_parallel_size" if way == "staged" else "tensor_parallel_size"

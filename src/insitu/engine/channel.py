@@ -201,7 +201,7 @@ class Wired(Messages):
 
     def _sent(self, message: bytes) -> Any:
         if self._abandoned:
-            raise EngineError("a step of this engine has failed, and its workers are asked no more; make a new one")
+            raise EngineError("a step of this engine has failed, and it can't be used any more; make a new one")
         try:
             answers = self._rpc("insitu_call", args=(message,))
         except Exception as error:
@@ -229,8 +229,7 @@ class Wired(Messages):
             self.put_back(shipment, self.call("insitu_changes", shipment.number))
 
     def drop(self, jobs: Sequence[str], shipment: Shipment | None = None) -> None:
-        if not self._abandoned:
-            self.call("insitu_drop", list(jobs), shipment.number if shipment else 0, jobs=list(jobs))
+        self.call("insitu_drop", list(jobs), shipment.number if shipment else 0, jobs=list(jobs))
 
 
 class AsyncWired(Messages):

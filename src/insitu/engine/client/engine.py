@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -284,7 +285,8 @@ class Engine(EngineClient):
         finally:
             lost = [job.id for job in jobs if job.id not in results]
             if lost or given_up:
-                self._channel.drop(lost, given_up)
+                with nullcontext() if self._failure is None else suppress(EngineError):
+                    self._channel.drop(lost, given_up)
         self._channel.settle(shipment)
         return [results.get(job.id) or self.refused(RequestError(ABORTED)) for job in jobs]
 
