@@ -290,7 +290,7 @@ class Served:
                 raise WriteError(f"{self.what}{where} takes {_shape(live)}; got {_shape(new)}")
             for key, part in live.items():
                 self._pair(part, new[key], f"{where}[{key!r}]", pairs)
-        elif new is not live and new != live:
+        elif new is not live and (isinstance(new, torch.Tensor) or new != live):
             raise WriteError(f"{self.what}{where} is {live!r}, not a tensor: it can't be replaced")
 
     def _checked(self, old: torch.Tensor, new: Any, where: str) -> torch.Tensor:
