@@ -1,106 +1,69 @@
-"""What `insitu serve` costs beside vLLM's own server, and a remote trace beside a local one."""
+"""What `insitu serve` costs plain requests, beside vLLM's own server."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
-import socket
+import random
 import statistics
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import insitu
+from benchmarks.serving import AT_ONCE, OURS, PLAIN, Server
 
-PROMPT = "The Eiffel Tower is in the city of"
-SETTINGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "model")
-PLAIN = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
-OURS = (sys.executable, "-m", "insitu.cli", "serve")
-
-
-class Server:
-    def __init__(self, command: tuple[str, ...], folder: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        self.url = f"http://127.0.0.1:{port}"
-        full = [*command, folder, *SETTINGS, "--host", "127.0.0.1", "--port", port]
-        self.process = subprocess.Popen(
-            full, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except OSError:
-                if self.process.poll() is not None:
-                    raise SystemExit(f"{' '.join(full)} has ended") from None
-                time.sleep(0.5)
-
-    def complete(self, number: int) -> None:
-        body = {"model": "model", "prompt": f"{number}: {PROMPT}", "max_tokens": 8, "temperature": 0}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            json.load(answer)
-
-    def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+_POLLS_FOR = 1.2
+"""vLLM's workers poll for a second after their last message, on the processor that the other server's needs."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description=__doc__)
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default=None, help="a folder (default: SmolLM2)")
+    parser.add_argument("--requests", type=int, default=64, help="of a burst (default: 64)")
+    parser.add_argument("--rounds", type=int, default=20, help="a burst at each server, in either order (default: 20)")
+    parser.add_argument("--same", action="store_true", help="vLLM's server beside itself: what the figures are worth")
     chosen = parser.parse_args()
-    folder = insitu.demo_model()
-    plain, ours = Server(PLAIN, folder), Server(OURS, folder)
-    local = insitu.VLLM(folder, dispatch=True, dtype="float32", enforce_eager=True, max_model_len=256)
-    remote = insitu.connect(ours.url)
+    folder = chosen.model or insitu.demo_model()
+    servers: list[Server] = []
     try:
-        seconds: dict[str, list[float]] = {"plain": [], "ours": []}
-        for turn in range(chosen.rounds + 1):
-            for name, server in (("plain", plain), ("ours", ours)):
-                took = timed(lambda server=server, turn=turn: traffic(server, chosen.requests, turn))
-                if turn:
-                    seconds[name].append(took)
-        base, own = (statistics.median(seconds[name]) for name in ("plain", "ours"))
-        print(f"{chosen.requests} completions, 16 at a time: vLLM's server {chosen.requests / base:.1f}/s, ", end="")
-        print(f"insitu's {chosen.requests / own:.1f}/s, ratio {base / own:.3f}")
-        here, there = (statistics.median(timed(lambda m=m: trace(m)) for _ in range(50)) for m in (local, remote))
-        print(f"one trace, one value: local {here * 1e3:.1f} ms, remote {there * 1e3:.1f} ms")
+        for command in (PLAIN, PLAIN if chosen.same else OURS):
+            servers.append(Server(command, folder))
+        compare(servers, chosen.requests, chosen.rounds)
     finally:
-        local.close()
-        plain.close()
-        ours.close()
+        for server in servers:
+            server.close()
 
 
-def traffic(server: Server, count: int, turn: int) -> None:
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(server.complete, range(turn * count, (turn + 1) * count)))
+def compare(servers: Sequence[Server], requests: int, rounds: int) -> None:
+    seconds: list[list[float]] = [[], []]
+    cpu: list[list[float]] = [[], []]
+    parts: list[Counter[str]] = [Counter(), Counter()]
+    number = 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for turn in range(rounds + 1):
+            for which in random.sample((0, 1), 2):
+                time.sleep(_POLLS_FOR)
+                servers[which].traffic(pool, range(number, number := number + AT_ONCE))
+                took, used = servers[which].traffic(pool, range(number, number := number + requests))
+                if turn:
+                    seconds[which].append(took)
+                    cpu[which].append(sum(used.values()))
+                    parts[which].update(used)
+    for name, mine, each in zip(("vLLM's server", "this server"), seconds, parts, strict=True):
+        split = ", ".join(f"{part} {1000 * used / rounds / requests:.2f}" for part, used in each.items())
+        print(f"{name}: {requests / statistics.median(mine):.1f} completions/s; ms of the processor for each: {split}")
+    print(f"ratio, requests per second: {spread([a / b for a, b in zip(*seconds, strict=True)])}")
+    print(f"ratio, seconds of the processor: {spread([a / b for a, b in zip(*cpu, strict=True)])}")
 
 
-def trace(model: Any) -> None:
-    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
-        hidden = model.resid_post[15].save()
-    assert hidden.shape[-1] == 576
-
-
-def timed(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+def spread(ratios: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"median {middle:.3f}, quartiles {low:.3f} to {high:.3f}"
 
 
 if __name__ == "__main__":

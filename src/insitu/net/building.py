@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import linecache
 from collections.abc import Callable, Mapping, Sequence
@@ -89,16 +90,23 @@ def function_source(function: FunctionType, what: str) -> CodeSource:
     code = function.__code__
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise ArgumentError(f"{what} is an async function, which can't be called in a block")
-    lines = linecache.getlines(code.co_filename, function.__globals__)
-    node = _node_of(code, lines) if lines else None
-    if node is None:
+    lines = tuple(linecache.getlines(code.co_filename, function.__globals__))
+    source = _source_in(lines, code, code.co_filename, function.__name__, function.__qualname__)
+    if source is None:
         raise ArgumentError(
             f"the source of the function {what} ({code.co_filename}:{code.co_firstlineno}) can't be found, so it can't "
             f"travel: write it with def, in a file or a cell"
         )
-    name, qualname = function.__name__, function.__qualname__
+    return source
+
+
+@functools.lru_cache(maxsize=256)  # a whole file is parsed for it
+def _source_in(lines: tuple[str, ...], code: CodeType, filename: str, name: str, qualname: str) -> CodeSource | None:
+    node = _node_of(code, lines) if lines else None
+    if node is None:
+        return None
     first = min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
-    found = lines[first - 1 : node.end_lineno]
+    found = list(lines[first - 1 : node.end_lineno])
     if isinstance(node, ast.Lambda):
         assert node.end_lineno is not None
         text = ast.get_source_segment("".join(lines), node) or ""
@@ -108,8 +116,8 @@ def function_source(function: FunctionType, what: str) -> CodeSource:
     if isinstance(node, ast.FunctionDef) and not found[0][:1].isspace():
         from insitu.net.sources import made_source
 
-        return made_source([node], code.co_filename, first, name, qualname)
-    return CodeSource(code.co_filename, first, name, qualname, "".join(found).rstrip("\n"))
+        return made_source([node], filename, first, name, qualname)
+    return CodeSource(filename, first, name, qualname, "".join(found).rstrip("\n"))
 
 
 def _has_long_text(node: ast.AST) -> bool:

@@ -1,0 +1,151 @@
+"""Many traces, some of which fail and some of which are left early: what the engine still holds afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import psutil
+
+import insitu
+from benchmarks.serving import OURS, PROMPT, Server, by_part
+
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
+_LONG = {"max_tokens": 150, "ignore_eos": True}
+_LEFT_AFTER = 0.05
+_WINDOWS = 10
+
+Memory = Mapping[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
+    parser.add_argument("--model", default=None, help="a folder (default: SmolLM2)")
+    parser.add_argument("--traces", type=int, default=10_000, help="1%% of them fail, 1%% are left (default: 10000)")
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--by", choices=("server", "async"), default="server")
+    chosen = parser.parse_args()
+    folder = chosen.model or insitu.demo_model()
+    ended, held = LOADS[chosen.by](folder, chosen.traces, chosen.at_once, show)
+    print(f"{dict(sorted(ended.items()))}; in_flight afterwards: {held}")
+
+
+def show(done: int, memory: Memory) -> None:
+    print(f"{done} traces; MiB: {', '.join(f'{part} {used:.0f}' for part, used in memory.items())}", flush=True)
+
+
+def ending(number: int) -> str:
+    """What becomes of a trace: ``fails``, ``left`` or ``ends``."""
+    return {7: "fails", 57: "left"}.get(number % 100, "ends")
+
+
+def at_a_server(
+    folder: str, traces: int, at_once: int, told: Callable[[int, Memory], None]
+) -> tuple[Counter[str], int]:
+    """Traces of clients in this process at a server. How many ended in which way, and what is in flight after them."""
+    server = Server(OURS, folder)
+    try:
+        model, ended = insitu.connect(server.url), Counter[str]()
+        leaving = insitu.connect(server.url, timeout=_LEFT_AFTER)
+
+        def one(number: int) -> str:
+            how = ending(number)
+            try:
+                if how == "left":
+                    leaving.run(each_step(leaving), f"{number}: {PROMPT}", **_LONG)
+                else:
+                    model.run(one_value(model, how), f"{number}: {PROMPT}", max_tokens=2)
+            except ZeroDivisionError:
+                return "fails"
+            except insitu.EngineError as error:
+                if "timed out" not in str(error):
+                    raise
+                return "left"
+            return "ends"
+
+        with ThreadPoolExecutor(at_once) as pool:
+            for first, last in windows(traces):
+                ended.update(pool.map(one, range(first, last)))
+                told(last, server.resident())
+        return ended, settled(model.in_flight)
+    finally:
+        server.close()
+
+
+def by_an_async_engine(
+    folder: str, traces: int, at_once: int, told: Callable[[int, Memory], None]
+) -> tuple[Counter[str], int]:
+    """The same by an async model in this process; those that are left are cancelled."""
+    model = insitu.VLLM(folder, mode="async", **ENGINE)
+    here = psutil.Process()
+
+    async def one(number: int, places: asyncio.Semaphore) -> str:
+        how = ending(number)
+        async with places:
+            try:
+                if how == "left":
+                    work = model.run(each_step(model), f"{number}: {PROMPT}", **_LONG)
+                    await asyncio.wait_for(work, _LEFT_AFTER)
+                else:
+                    await model.run(one_value(model, how), f"{number}: {PROMPT}", max_tokens=2)
+            except ZeroDivisionError:
+                return "fails"
+            except TimeoutError:
+                return "left"
+            return "ends"
+
+    async def all_of_them() -> tuple[Counter[str], int]:
+        async with model:
+            ended, places = Counter[str](), asyncio.Semaphore(at_once)
+            for first, last in windows(traces):
+                ended.update(await asyncio.gather(*(one(number, places) for number in range(first, last))))
+                told(last, {part: process.memory_info().rss / 2**20 for part, process in by_part(here).items()})
+            return ended, await model.in_flight()
+
+    return asyncio.run(all_of_them())
+
+
+LOADS = {"server": at_a_server, "async": by_an_async_engine}
+
+
+def one_value(model: Any, how: str) -> Callable[[Any], Any]:
+    if how == "fails":
+        return lambda tracer: model.resid_post[2] * (1 / 0)
+    return lambda tracer: model.resid_post[2][-1]
+
+
+def each_step(model: Any) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        for _ in tracer.iter[:]:
+            hidden = model.resid_post[1]
+        return hidden
+
+    return block
+
+
+def windows(traces: int) -> list[tuple[int, int]]:
+    edges = [traces * number // _WINDOWS for number in range(_WINDOWS + 1)]
+    return list(pairwise(edges))
+
+
+def settled(in_flight: Callable[[], int]) -> int:
+    """What is in flight, once the server has noticed that the last clients are gone."""
+    for _ in range(100):
+        if not (held := in_flight()):
+            break
+        time.sleep(0.1)
+    return held
+
+
+if __name__ == "__main__":
+    main()
