@@ -79,15 +79,22 @@ def test_a_block_that_never_ends_is_stopped_and_others_go_on(server: Server, mod
         assert {each.result(60)["usage"]["completion_tokens"] for each in plain} == {4}
 
 
-def test_what_can_t_travel_is_named_and_only_its_own_trace_fails(model: Any) -> None:
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [(lambda hidden: hidden.to_sparse(), "sparse"), (lambda hidden: (each for each in hidden), "generator")],
+    ids=["sparse", "generator"],
+)
+def test_what_can_t_travel_is_an_error_of_its_own_trace_alone(model: Any, made: Any, said: str) -> None:
     def one(number: int) -> Any:
         return model.run(lambda tracer: model.resid_post[2], PROMPT, **GREEDY)
 
+    def odd(tracer: Any) -> Any:
+        return made(model.resid_post[2])
+
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(one, number) for number in range(4)]
-        with pytest.raises(insitu.ArgumentError, match=r"`bars` is a tensor of complex64.*can't travel"):
-            with model.trace(PROMPT, **GREEDY):
-                bars = model.resid_post[0].to(torch.complex64).save()
+        with pytest.raises(insitu.InsituError, match=said):
+            model.run(odd, PROMPT, **GREEDY)
         for each in others:
             assert_close(each.result(60), hf_stream("llama", ids_of("llama")).resid_post[2])
 
@@ -103,7 +110,7 @@ def test_results_larger_than_a_key_may_have_are_refused(server: Server, model: A
 
 
 def test_results_larger_than_a_message_are_an_error_not_a_broken_connection(model: Any) -> None:
-    with pytest.raises(insitu.InsituError, match=r"`numbers`.*bytes"):
+    with pytest.raises(insitu.InsituError, match=r"bytes of JSON.*numbers as tensors"):
         with model.trace(PROMPT, **GREEDY):
             model.logits
             numbers = [1234567] * 900_000
@@ -156,7 +163,8 @@ def test_a_client_that_is_gone_at_any_moment_leaves_nothing(server: Server, mode
         leaving.run(each_step, PROMPT, **LONG)
 
 
-def test_a_killed_worker_is_an_error_for_all_and_an_unhealthy_server() -> None:
+def test_a_killed_worker_is_an_error_for_all_and_an_unhealthy_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # so that the worker is a process of its own
     server = Server()
     model = insitu.connect(server.url)
     errors: list[BaseException] = []
@@ -179,7 +187,9 @@ def test_a_killed_worker_is_an_error_for_all_and_an_unhealthy_server() -> None:
         while model.in_flight() < 4:
             time.sleep(0.01)
         family = psutil.Process(server.process.pid).children(recursive=True)
-        next(one for one in family if "Worker" in " ".join(one.cmdline())).kill()
+        workers = [one for one in family if "Worker" in " ".join(one.cmdline())]
+        assert len(workers) == 1, [one.cmdline() for one in family]
+        workers[0].kill()
         for thread in threads:
             thread.join(60)
         assert len(errors) == 4

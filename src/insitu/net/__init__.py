@@ -26,6 +26,7 @@ from insitu.net.frames import FrameReader as FrameReader
 from insitu.net.frames import decode_frame as decode_frame
 from insitu.net.frames import decode_json as decode_json
 from insitu.net.frames import encode_frame as encode_frame
+from insitu.net.frames import frame_parts as frame_parts
 from insitu.net.keys import Key as Key
 from insitu.net.keys import KeyLimits as KeyLimits
 from insitu.net.keys import Keys as Keys

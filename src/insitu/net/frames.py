@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
+from insitu.block import ArgumentError
 from insitu.net.errors import WireError
 from insitu.net.limits import WireLimits
 
-__all__ = ["CONTENT_TYPE", "Frame", "FrameReader", "decode_frame", "decode_json", "encode_frame"]
+__all__ = ["CONTENT_TYPE", "Frame", "FrameReader", "decode_frame", "decode_json", "encode_frame", "frame_parts"]
 
 CONTENT_TYPE = "application/vnd.insitu"
 _MAGIC = b"ISU1"
 _HEAD = struct.Struct("<4sIQ")
+_PIECE = 1 << 20
 
 
 class Frame(NamedTuple):
@@ -31,11 +34,27 @@ class Frame(NamedTuple):
 
 def encode_frame(frame: Frame) -> bytes:
     """The bytes of a message."""
-    header = json.dumps(frame.header, separators=(",", ":"), allow_nan=False).encode()
-    return b"".join((_HEAD.pack(_MAGIC, len(header), len(frame.tensors)), header, frame.tensors))
+    return b"".join((*_heading(frame), frame.tensors))
 
 
-def decode_frame(data: bytes | memoryview, limits: WireLimits | None = None) -> Frame:
+def frame_parts(frame: Frame, limits: WireLimits | None = None) -> Iterator[bytes | memoryview]:
+    """The same in pieces, for a connection that takes no more at a time than it can send. Raises ``ArgumentError`` at
+    once for a message that is larger than a receiver takes."""
+    limits = limits or WireLimits()
+    head, header = _heading(frame)
+    tensors = memoryview(frame.tensors)
+    for what, size, limit in (("JSON", len(header), limits.header), ("tensors", len(tensors), limits.tensors)):
+        if size > limit:
+            raise ArgumentError(
+                f"what this request has saved takes {size} bytes of {what}, and a message has at most {limit}: save "
+                f"less at once, and numbers as tensors"
+            )
+    if len(tensors) <= _PIECE:
+        return iter((b"".join((head, header, tensors)),))
+    return chain((head + header,), (tensors[at : at + _PIECE] for at in range(0, len(tensors), _PIECE)))
+
+
+def decode_frame(data: bytes | bytearray | memoryview, limits: WireLimits | None = None) -> Frame:
     """The message that ``data`` is, all of it. Raises ``WireError``."""
     limits = limits or WireLimits()
     view = memoryview(data)
@@ -78,14 +97,22 @@ class FrameReader:
             size = _HEAD.size + sum(_lengths(self._waiting[: _HEAD.size], self._limits))
             if len(self._waiting) < size:
                 return
-            whole = bytes(self._waiting[:size])
-            del self._waiting[:size]
+            if len(self._waiting) == size:  # as it nearly always is: handed on, not copied
+                whole, self._waiting = self._waiting, bytearray()
+            else:
+                whole = self._waiting[:size]
+                del self._waiting[:size]
             yield decode_frame(whole, self._limits)
 
     def close(self) -> None:
         """Nothing more comes. Raises ``WireError`` if the last frame is not whole."""
         if self._waiting:
             raise WireError("the connection ended in the middle of a frame")
+
+
+def _heading(frame: Frame) -> tuple[bytes, bytes]:
+    header = json.dumps(frame.header, separators=(",", ":"), allow_nan=False).encode()
+    return _HEAD.pack(_MAGIC, len(header), len(frame.tensors)), header
 
 
 def _lengths(head: bytes | bytearray | memoryview, limits: WireLimits) -> tuple[int, int]:

@@ -136,7 +136,7 @@ class VLLM(BaseModel["Engine"]):
         """
         prompts = [] if prompt is MISSING else [prompt]
         if serve is not None:
-            return Trace(self._served(serve), self._lock, prompts, sampling)
+            return Trace(self._served(serve), None, prompts, sampling)
         return Trace(self._running(), self._lock, prompts, sampling)
 
     def _served(self, url: str) -> Any:

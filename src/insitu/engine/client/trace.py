@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from insitu.block import CapturedBody, Site
@@ -24,11 +25,12 @@ class Trace(BaseTrace, CapturedBody):
     """
 
     def __init__(
-        self, engine: Engine, lock: threading.RLock, prompts: Sequence[Any], settings: Mapping[str, Any]
+        self, engine: Engine, lock: threading.RLock | None, prompts: Sequence[Any], settings: Mapping[str, Any]
     ) -> None:
+        """``lock``: held while it runs; None where the engine takes many traces at once."""
         super().__init__(engine, prompts, settings)
         self._submit = engine.run
-        self._lock = lock
+        self._lock: AbstractContextManager[Any] = nullcontext() if lock is None else lock
 
     def run_block(self, site: Site) -> BaseException | None:
         with self._lock:

@@ -73,14 +73,14 @@ class RemoteModel(BaseModel[RemoteEngine]):
     def trace(self, prompt: Any = MISSING, **sampling: Any) -> Trace:
         """A ``with`` statement whose body runs at the server, beside the forward of ``prompt``; as ``VLLM.trace``."""
         engine: Any = self._running()
-        return Trace(engine, self._lock, [] if prompt is MISSING else [prompt], sampling)
+        return Trace(engine, None, [] if prompt is MISSING else [prompt], sampling)
 
     @user_lines
     def run(self, function: Callable[[Trace], Any], prompt: Any, **sampling: Any) -> Any:
         """``function(tracer)`` as the block beside ``prompt``; returns what it returns. As ``VLLM.run``."""
         several = are_several(prompt)
         engine: Any = self._running()
-        trace = Trace(engine, self._lock, prompt if several else [prompt], sampling)
+        trace = Trace(engine, None, prompt if several else [prompt], sampling)
         return returned_by(*trace.run_function(function), several)
 
     @user_lines

@@ -30,7 +30,7 @@ from insitu.net import (
     WireError,
     decode_frame,
     encode_event,
-    encode_frame,
+    frame_parts,
 )
 from insitu.net.form import schema
 
@@ -196,14 +196,15 @@ async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncIterator[Eve
             yield event
 
 
-async def _encoded(events: AsyncIterator[Event], access: Access, key: Key) -> AsyncIterator[bytes]:
+async def _encoded(events: AsyncIterator[Event], access: Access, key: Key) -> AsyncIterator[bytes | memoryview]:
     try:
         with access.running(key):
             async for event in events:
                 try:
-                    frame = encode_event(event)
+                    parts = frame_parts(encode_event(event))
                 except ArgumentError as error:
-                    frame = encode_event(Failed(error, getattr(event, "invoke", None)))
-                yield encode_frame(frame)
+                    parts = frame_parts(encode_event(Failed(error, getattr(event, "invoke", None))))
+                for part in parts:
+                    yield part
     finally:
         await events.aclose()  # type: ignore[attr-defined]
