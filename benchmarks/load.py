@@ -126,6 +126,7 @@ def one_value(model: Any, how: str) -> Callable[[Any], Any]:
 
 def each_step(model: Any) -> Callable[[Any], Any]:
     def block(tracer: Any) -> Any:
+        hidden = None
         for _ in tracer.iter[:]:
             hidden = model.resid_post[1]
         return hidden
@@ -140,10 +141,12 @@ def windows(traces: int) -> list[tuple[int, int]]:
 
 def settled(in_flight: Callable[[], int]) -> int:
     """What is in flight, once the server has noticed that the last clients are gone."""
+    held = in_flight()
     for _ in range(100):
-        if not (held := in_flight()):
+        if not held:
             break
         time.sleep(0.1)
+        held = in_flight()
     return held
 
 

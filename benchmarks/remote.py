@@ -28,6 +28,7 @@ from fastapi.responses import StreamingResponse
 import insitu
 from benchmarks.load import ENGINE
 from benchmarks.serving import PROMPT
+from insitu.engine.server.access import Access
 from insitu.engine.server.routes import router
 from insitu.engine.server.traces import Traces
 from insitu.net import Keys
@@ -91,7 +92,7 @@ async def served(model: Any) -> AsyncIterator[str]:
     await model
     await model.in_flight()
     app = FastAPI()
-    app.include_router(router(model, Traces(model), Keys([])))
+    app.include_router(router(model, Traces(model), Access(Keys([]))))
 
     @app.get("/plain/{mib}")
     async def plain(mib: int) -> StreamingResponse:

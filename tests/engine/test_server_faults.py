@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import insitu
-from benchmarks.load import by_an_async_engine, ending
+from benchmarks.load import by_an_async_engine, ending, settled
 from benchmarks.load import one_value as value_block
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
@@ -49,11 +49,7 @@ def model(server: Server) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_is_left(model: Any) -> Iterator[None]:
     yield
-    for _ in range(200):
-        if not (left := model.in_flight()):
-            break
-        time.sleep(0.05)
-    assert left == 0
+    assert settled(model.in_flight) == 0
 
 
 def test_a_block_that_never_ends_is_stopped_and_others_go_on(server: Server, model: Any) -> None:
@@ -113,7 +109,7 @@ def test_results_larger_than_a_message_are_an_error_not_a_broken_connection(mode
     with pytest.raises(insitu.InsituError, match=r"bytes of JSON.*numbers as tensors"):
         with model.trace(PROMPT, **GREEDY):
             model.logits
-            numbers = [1234567] * 900_000
+            numbers: Any = [1234567] * 900_000
             numbers.save()
     with pytest.raises(insitu.LimitError, match="bytes"):
         with model.trace(PROMPT, **GREEDY):
@@ -123,7 +119,8 @@ def test_results_larger_than_a_message_are_an_error_not_a_broken_connection(mode
 
 def test_many_bytes_come_as_they_are(model: Any) -> None:
     with model.trace(PROMPT, **GREEDY):
-        large = torch.arange(16 * MIB).save()
+        large: Any = torch.arange(16 * MIB)
+        large.save()
         model.logits
     assert torch.equal(large, torch.arange(16 * MIB))
 
