@@ -193,6 +193,8 @@ class Host:
     @property
     def _may_be_together(self) -> bool:
         room = self.interleaver
+        if room.sender.in_use:
+            return False  # what is packed comes home without its pinned memory and side stream
         return self.together and len(self._new) >= LEAST and type(room) is Interleaver and not room.anatomy.batched
 
     def _candidate(self, new: New) -> Candidate | None:
