@@ -3,7 +3,7 @@ BIN := .venv/bin
 STAMP := .venv/.setup-done
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup demo test test-ranks test-fast bench docs docs-output lint clean
+.PHONY: help setup demo test test-ranks test-stages test-fast bench docs docs-output lint clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -30,6 +30,9 @@ test: setup lint  ## everything that needs no GPU
 
 test-ranks: setup  ## the engine's tests on two ranks, each a process of its own
 	@$(PYTEST) tests/engine --engine two-ranks -m "not gpu and not in_process"
+
+test-stages: setup  ## the same on two stages of a pipeline
+	@$(PYTEST) tests/engine --engine two-stages -m "not gpu and not in_process"
 
 test-fast: setup  ## the tests that take seconds
 	@$(PYTEST) -m "not gpu and not slow"
