@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from insitu.engine.client.edit import Edit
 
 
+_GRACE = 15.0
+"""Seconds for the core to end before it is killed. It waits for its workers 5 itself, so that vLLM's own 5 for both are
+too few on a busy machine."""
+
+
 class AsyncEngine(EngineClient):
     """The engine of an async model. It belongs to the event loop on which it is first awaited."""
 
@@ -237,7 +242,7 @@ class AsyncEngine(EngineClient):
         loop = self.home.loop
         if loop is not None and loop.is_running():  # vLLM leaves those waiting whose requests have not ended
             loop.call_soon_threadsafe(self.llm.output_processor.propagate_error, EngineDeadError())
-        self.llm.shutdown()
+        self.llm.shutdown(timeout=_GRACE)
         if loop is None or not loop.is_running():
             _close_sockets(self.llm)
 
