@@ -16,7 +16,7 @@ from insitu.run.anatomy import Anatomy
 from insitu.run.cache import Cache
 from insitu.run.derived import Derived
 from insitu.run.heads import ATTN_PATTERN, KeyRecorder, Pattern, not_recorded, not_writable, reads_later_patterns
-from insitu.run.mentions import code_of, mentions
+from insitu.run.mentions import BEHIND_TORCH, UNASKED, code_of, mentions
 from insitu.run.modules import ModuleTable
 from insitu.run.order import TAIL
 from insitu.run.promise import demand
@@ -27,13 +27,6 @@ from insitu.run.spent import timed
 from insitu.run.stream import Stream
 from insitu.run.torch_state import TorchState
 from insitu.tree import STEP, Listing, Place, current
-
-# By these a tensor is changed without its version counter taking note.
-_BEHIND_TORCH = {"data", "numpy", "asarray", "array", "frombuffer", "from_dlpack", "memoryview", "ctypes", "data_ptr"}
-_BEHIND_TORCH |= {"storage", "untyped_storage", "set_"}
-# These take values without asking for them, or can't wait for them.
-_UNASKED = {"tensor", "as_tensor", "as_subclass", "Tensor", "FloatTensor", "HalfTensor", "BFloat16Tensor", "to_dlpack"}
-_UNASKED |= {"ops", "library", "custom_op", "jit", "_C", "_make_subclass"}
 
 
 class Model(Protocol):
@@ -111,9 +104,9 @@ class BlockRun:
         self.code = code_of(program)
         mentioned = mentions(program)
         self.names_source = "source" in mentioned
-        self.reads_unseen = not _UNASKED.isdisjoint(mentioned)
+        self.reads_unseen = not UNASKED.isdisjoint(mentioned)
         self.reads_tokens = "tokens" in mentioned
-        self.writes_unseen = not _BEHIND_TORCH.isdisjoint(mentioned)
+        self.writes_unseen = not BEHIND_TORCH.isdisjoint(mentioned)
         self._keys = KeyRecorder(model.anatomy.keys) if reads_later_patterns(mentioned, length) else None
         self.recorders: list[Recorder] = [] if self._keys is None else [self._keys]
         self.skipping = False

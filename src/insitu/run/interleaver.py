@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from copy import copy
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from insitu.run.served import Rows, Served
 from insitu.run.skips import KeptRows
 from insitu.run.straight import ByRows, kind_of
 from insitu.run.torch_state import BlockState
+from insitu.run.watches import Watches
 from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
 
 RowsOf = Mapping[BlockRun, Rows]
@@ -59,11 +60,11 @@ class Interleaver(Alone):
         self.calls = Calls(self.modules, unembed)
         self.sender = Sender()
         self._safe_ids = safe_ids
-        self.ops = Operations(self.modules, self._own_forward)
+        self._watches = Watches(self._visit)
+        self.ops = Operations(self.modules, self._watches.forward_of)
         self._reached = 0
         self._waiting: dict[Place, list[BlockRun]] = {}
         self._sourced: set[Place] = set()  # where one has waited whose block names operations
-        self._wrapped: dict[int, tuple[torch.nn.Module, Any]] = {}
         self._active: list[str] = []
         self._called: set[int] = set()
         self._watched: set[Place] = set()
@@ -142,12 +143,7 @@ class Interleaver(Alone):
         if not self._open:
             return
         self._refuse_unreached()
-        for module, own in self._wrapped.values():
-            if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own
-        self._wrapped.clear()
+        self._watches.take_off()
         self._watched.clear()
         self._active.clear()
         self.ops.restart()
@@ -210,10 +206,6 @@ class Interleaver(Alone):
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.calls.unembed(hidden)
 
-    def _own_forward(self, module: torch.nn.Module) -> Callable[..., Any]:
-        forward = module.forward
-        return forward.args[1] if isinstance(forward, partial) and forward.func == self._visit else forward
-
     def record(self, run: BlockRun, recorder: Recorder) -> None:
         """From here on ``recorder`` gets what it wants of the run's steps."""
         run.recorders.append(recorder)
@@ -257,12 +249,7 @@ class Interleaver(Alone):
             self._wrap(path)
 
     def _wrap(self, path: str) -> None:
-        # The instance's forward, not a hook: vLLM's compiled classes replace __call__ and never
-        # run a module's hooks.
-        module = self.modules[path]
-        if id(module) not in self._wrapped:
-            self._wrapped[id(module)] = (module, module.__dict__.get("forward"))
-            module.__dict__["forward"] = partial(self._visit, module, module.forward)
+        self._watches.put_on(self.modules[path])
 
     def _visit(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._called.add(id(module))
@@ -401,16 +388,17 @@ class Interleaver(Alone):
     def _refuse_unreached(self) -> None:
         """Ends the wait of runs for modules that the forward did not come to."""
         while late := [place for place in self._waiting if place.in_forward]:
-            for run in self._waiting.pop(late[0]):
-                run.throw(self._unreached(late[0]))
-                self._park(run)
+            self._refuse(late[0], self._unreached(late[0]))
 
     def _refuse_inside(self, call: Place, error: LocationError) -> None:
         """Ends the wait of runs for operations in a function that can't stop at them."""
         for place in [each for each in self._waiting if each.path == call.path and each.is_inside(call)]:
-            for run in self._waiting.pop(place):
-                run.throw(error)
-                self._park(run)
+            self._refuse(place, error)
+
+    def _refuse(self, place: Place, error: Exception) -> None:
+        for run in self._waiting.pop(place, ()):
+            run.throw(copy(error))  # each block's own, as each has its own lines
+            self._park(run)
 
     def _unreached(self, place: Place) -> Exception:
         passed = bool(place.op) and self.ops.has_passed(place)

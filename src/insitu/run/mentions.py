@@ -13,6 +13,12 @@ _LIBRARIES = {"torch", "numpy", "vllm", "transformers", "insitu", "builtins"}
 _DEPTH = 4
 _GUARD = "_getattr_"
 
+# By these a tensor is changed without its version counter taking note.
+BEHIND_TORCH = {"data", "numpy", "asarray", "array", "frombuffer", "from_dlpack", "memoryview", "ctypes", "data_ptr"}
+BEHIND_TORCH |= {"storage", "untyped_storage", "set_"}
+# These take values without asking for them, or can't wait for them.
+UNASKED = {"tensor", "as_tensor", "as_subclass", "Tensor", "FloatTensor", "HalfTensor", "BFloat16Tensor", "to_dlpack"}
+UNASKED |= {"ops", "library", "custom_op", "jit", "_C", "_make_subclass"}
 
 Text = tuple[CodeType, Mapping[str, Any]] | Callable[..., Any]
 """Code and what the names in it mean, or a function."""

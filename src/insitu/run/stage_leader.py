@@ -204,11 +204,6 @@ class StageLeader(Interleaver):
             kind = self.stages.outline.modules[late[0].path].kind
             self._refuse(late[0], refusals.left_over(late[0], kind, called))
 
-    def _refuse(self, place: Place, error: Exception) -> None:
-        for run in self._waiting.pop(place, ()):
-            run.throw(error)
-            self._park(run)
-
     def _brought(self, message: Arrived) -> Any:
         with torch.inference_mode():
             return map_tensors(message.value, lambda tensor: tensor.to(self._device, copy=True))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from insitu.run import warning_handlers
+from insitu.run import unwinding, warning_handlers  # noqa: F401 the first is needed for what it does
 
 # What torch.inference_mode itself is built on, at a quarter of its cost per switch.
 _InferenceMode: Any = torch._C._InferenceMode

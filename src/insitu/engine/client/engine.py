@@ -20,8 +20,9 @@ from insitu.engine.channel import Channel, Shipment
 from insitu.engine.client.edit import Edit
 from insitu.engine.client.installed import Installed
 from insitu.engine.client.launch import free_engines, shut_down
+from insitu.engine.client.limits import Limits, limits_of
 from insitu.engine.client.loop import EngineLoop, FailedStepError, Request
-from insitu.engine.client.prompts import Limits, as_prompt, checked, require_room
+from insitu.engine.client.prompts import as_prompt, checked, require_room
 from insitu.engine.client.sampling import certain_length, check_sampling, sampling_params
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, require_applied
@@ -111,7 +112,7 @@ class EngineClient:
         self.layers: int
         self.installed: Installed
         self._channel = channel
-        self._limits = _limits(config)
+        self._limits = limits_of(config)
         self._speculative = config.speculative_config is not None
         self._failure: BaseException | None = None
         self._closed = False
@@ -371,24 +372,6 @@ def _key(lora: LoRARequest) -> tuple[int, str]:
 def _without_outputs(saves: Mapping[str, Any]) -> dict[str, Any]:
     """Without the output itself, which would then hold itself."""
     return {name: value for name, value in saves.items() if not isinstance(value, RequestOutput)}
-
-
-def _limits(config: VllmConfig) -> Limits:
-    scheduler = config.scheduler_config
-    steps = {"max_num_batched_tokens": scheduler.max_num_batched_tokens}
-    if scheduler.long_prefill_token_threshold > 0:
-        steps["long_prefill_token_threshold"] = scheduler.long_prefill_token_threshold
-    setting = min(steps, key=lambda name: steps[name])
-    model = config.model_config
-    return Limits(model.max_model_len, steps[setting], model.get_vocab_size(), setting, _cache_tokens(config))
-
-
-def _cache_tokens(config: VllmConfig) -> int:
-    """How many tokens of one request the KV cache has room for: of all blocks, one is vLLM's own."""
-    cache, model = config.cache_config, config.model_config
-    if not cache.num_gpu_blocks or model.is_hybrid or model.is_attention_free or model.get_sliding_window():
-        return model.max_model_len  # blocks of other kinds, or that are used again
-    return min(model.max_model_len, (cache.num_gpu_blocks - 1) * cache.block_size)
 
 
 def request_of(prepared: Prepared, job: Job) -> Request:

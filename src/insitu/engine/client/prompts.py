@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from insitu.block import PromptError
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What fits: a whole sequence, and a prompt that is computed in one step."""
-
-    max_model_len: int
-    max_step_tokens: int
-    vocab_size: int
-    step_setting: str = "max_num_batched_tokens"
-    """The engine argument that sets ``max_step_tokens``."""
-    cache_tokens: int = sys.maxsize
-    """What the KV cache holds of one request."""
-
+from insitu.engine.client.limits import Limits
 
 _NO_LIMITS = Limits(sys.maxsize, sys.maxsize, sys.maxsize)
 
