@@ -84,6 +84,15 @@ def test_generate_is_plain_generation(operator: Any) -> None:
         operator.generate(PROMPT, extra_args={"insitu": {"tenant": "ann"}})
 
 
+def test_nobody_names_whose_edits_run_beside_a_request(ann: Any, server: Server) -> None:
+    steered(ann)
+    tag = {"job": None, "group": "", "edits": [], "whole": True, "refusal": "", "tenant": "ann"}
+    sampling = {**GREEDY, "extra_args": {"insitu": tag}}
+    asked = {"token_ids": ids_of("llama"), "sampling_params": sampling}
+    answer = server.post("/inference/v1/generate", asked)
+    assert answer["choices"][0]["token_ids"] == models.greedy(models.tiny("llama"), ids_of("llama"), 4)
+
+
 def test_an_edit_stays_for_everybody_s_requests_until_it_is_cleared(
     operator: Any, ann: Any, server: Server, client: Any
 ) -> None:

@@ -30,6 +30,11 @@ class Tag:
         return {_KEY: {**vars(self), "edits": list(self.edits)}}
 
 
+def without_tag(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``extra_args`` as a client may give them."""
+    return {name: value for name, value in (extra or {}).items() if name != _KEY}
+
+
 def tag_of(sampling_params: Any) -> Tag | None:
     """The tag of a request, if it has one."""
     found = _found(sampling_params)

@@ -22,7 +22,7 @@ _TEXT = ctypes.create_string_buffer(b"(no C++ stack: it can't be walked from ins
 
 
 class _Function(ctypes.Structure):
-    """A ``std::function<std::string()>`` of libstdc++: two words that it calls with, how it is copied, what it calls."""
+    """A ``std::function<std::string()>`` of libstdc++: two words to call with, how it is copied, what it calls."""
 
     _fields_ = (
         ("start", ctypes.c_void_p),

@@ -26,7 +26,7 @@ from insitu.engine.job import Job
 from insitu.engine.server import metrics
 from insitu.engine.server.access import Access, RefusedError
 from insitu.engine.server.plain import as_json
-from insitu.engine.tag import ASKED
+from insitu.engine.tag import ASKED, without_tag
 from insitu.guard import GuardLimits
 from insitu.net.errors import FormError
 from insitu.net.form import parsed
@@ -163,6 +163,8 @@ class BesideOpenAI:
         beside = asked_beside.get()
         if beside is None:
             return self._generate(prompt, params, *args, **kwargs)
+        if params.extra_args:  # some routes take them whole from the client, who may not say whose edits run
+            params.extra_args = without_tag(params.extra_args)
         if beside.edits is not None:
             params.extra_args = {**(params.extra_args or {}), ASKED: beside.edits}
         beside.left.append({})
