@@ -31,6 +31,14 @@ def vector(model: Any) -> torch.Tensor:
     return torch.linspace(-1, 2, width(model))
 
 
+def direction_of(vector: torch.Tensor) -> torch.Tensor:
+    return (vector.double() / vector.double().norm()).float()
+
+
+FACTORS = pytest.mark.parametrize("factor", [1.0, 1e-60, 1e-30, 1e30])
+"""The vector times these has the same direction: the squares of the last two lie beyond float32, so does the second."""
+
+
 LOGITS = {"do": "read", "at": "logits", "as": "logits", "when": "all"}
 
 
@@ -113,12 +121,14 @@ def test_adding_a_vector(model: Any, when: Any) -> None:
     assert_same(found["logits"], logits_of(model, edit))
 
 
-def test_adding_a_vector_of_the_norm_of_each_row(model: Any) -> None:
+@FACTORS
+def test_adding_a_vector_of_the_norm_of_each_row(model: Any, factor: float) -> None:
     v = vector(model)
-    add = {"do": "add", "at": "resid_post[1]", "vector": v.tolist(), "scale": 0.5, "match_norm": True, "when": "all"}
+    given = {"vector": (v.double() * factor).tolist(), "scale": 0.5, "match_norm": True}
+    add = {"do": "add", "at": "resid_post[1]", "when": "all", **given}
 
     def edit(step: int, stream: torch.Tensor) -> None:
-        stream += 0.5 * stream.norm(dim=-1, keepdim=True) * (v / v.norm())
+        stream += 0.5 * stream.norm(dim=-1, keepdim=True) * direction_of(v)
 
     assert_same(done(model, add, LOGITS)["logits"], logits_of(model, edit))
 
@@ -134,14 +144,15 @@ def test_setting_a_vector_at_positions(model: Any) -> None:
     assert_same(done(model, put, LOGITS)["logits"], logits_of(model, edit))
 
 
-def test_projecting_a_vector_out(model: Any) -> None:
+@FACTORS
+def test_projecting_a_vector_out(model: Any, factor: float) -> None:
     v = vector(model)
-    take = {"do": "project_out", "at": "resid_post[1]", "vector": v.tolist(), "when": "all"}
+    take = {"do": "project_out", "at": "resid_post[1]", "vector": (v.double() * factor).tolist(), "when": "all"}
     after = {"do": "read", "at": "resid_post[1]", "as": "after"}
     found = done(model, take, after, LOGITS)
 
     def edit(step: int, stream: torch.Tensor) -> None:
-        direction = v / v.norm()
+        direction = direction_of(v)
         stream -= (stream @ direction)[:, None] * direction
 
     assert_same(found["logits"], logits_of(model, edit))

@@ -46,6 +46,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"do": "add", "at": "embed", "vector": []}, "invalid", ".vector"),
     ({"do": "add", "at": "embed", "vector": ["1"]}, "invalid", ".vector[0]"),
     ({"do": "add", "at": "embed", "vector": [float("inf")]}, "bad-vector", ".vector"),
+    ({"do": "add", "at": "embed", "vector": [3.5e38]}, "bad-vector", ".vector"),
+    ({"do": "set", "at": "embed", "vector": [1], "scale": -3.5e38}, "invalid", ".scale"),
     ({"do": "add", "at": "embed", "vector": [0], "match_norm": True}, "bad-vector", ".vector"),
     ({"do": "project_out", "at": "embed", "vector": [0]}, "bad-vector", ".vector"),
     ({"do": "project_out", "at": "embed", "vector": [1], "match_norm": True}, "unknown-key", ""),

@@ -36,6 +36,8 @@ When = (
     | Annotated[list[_Step], Meta(min_length=1, max_length=4096, description="Rising")]
 )
 _TOTAL = 4_000_000
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""Of the numbers of float32, in which edits are computed."""
 
 
 class AtText(Struct, forbid_unknown_fields=True, frozen=True):
@@ -149,8 +151,8 @@ def _check(form: Form) -> None:
                 raise FormError(f"two reads have the name {action.name!r}", "duplicate-name", f"{path}.as")
             names.add(action.name)
             continue
-        if not math.isfinite(action.scale):
-            raise FormError("scale is a finite number", "invalid", f"{path}.scale")
+        if not _is_number(action.scale):
+            raise FormError("scale is a finite number of float32", "invalid", f"{path}.scale")
         if not isinstance(action, Scale):
             total += len(action.vector)
             _check_vector(action, f"{path}.vector")
@@ -187,11 +189,15 @@ def _check_rows(action: Action, path: str) -> None:
 
 
 def _check_vector(action: Add | Set | ProjectOut, path: str) -> None:
-    if not all(map(math.isfinite, action.vector)):
-        raise FormError("a vector has finite numbers", "bad-vector", path)
+    if not all(map(_is_number, action.vector)):
+        raise FormError("a vector has finite numbers of float32", "bad-vector", path)
     directed = isinstance(action, ProjectOut) or action.match_norm
     if directed and not any(action.vector):
         raise FormError("a vector of zeros has no direction", "bad-vector", path)
+
+
+def _is_number(value: float) -> bool:
+    return -_LARGEST <= value <= _LARGEST
 
 
 def order(actions: Sequence[Action]) -> list[int]:

@@ -192,17 +192,17 @@ def _edited(action: Action, rows: Any, vectors: dict[str, Any], path: str) -> An
     vector = _vector(action, rows, vectors, path)
     flat = rows.reshape(rows.shape[0], -1).float()
     if isinstance(action, ProjectOut):
-        direction = vector / vector.norm()
-        made = flat - action.scale * (flat @ direction)[:, None] * direction
+        made = flat - action.scale * (flat @ vector)[:, None] * vector
     else:
         change = action.scale * vector
         if action.match_norm:
-            change = action.scale * flat.norm(dim=-1, keepdim=True) * (vector / vector.norm())
+            change = action.scale * flat.norm(dim=-1, keepdim=True) * vector
         made = flat + change if isinstance(action, Add) else change.expand_as(flat)
     return made.reshape(rows.shape).to(rows.dtype)
 
 
 def _vector(action: Add | Set | ProjectOut, rows: Any, vectors: dict[str, Any], path: str) -> Any:
+    """The vector; of length 1 where only its direction counts."""
     import torch
 
     width = rows[0].numel() if rows.shape[0] else len(action.vector)
@@ -213,5 +213,9 @@ def _vector(action: Add | Set | ProjectOut, rows: Any, vectors: dict[str, Any], 
             f"{path}.vector",
         )
     if path not in vectors:
-        vectors[path] = torch.tensor(action.vector, dtype=torch.float32, device=rows.device)
+        made = torch.tensor(action.vector, dtype=torch.float64)
+        if isinstance(action, ProjectOut) or action.match_norm:
+            made /= made.abs().max()  # or its squares might be beyond the numbers that there are
+            made /= made.norm()
+        vectors[path] = made.to(rows.device, torch.float32)
     return vectors[path]
