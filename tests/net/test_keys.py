@@ -59,6 +59,7 @@ def test_keys_of_the_command_line() -> None:
         ("{", "can't be read"),
         ({}, "is a list"),
         ([1], "key 0 .* is an object with a name"),
+        ([{"name": "", "key": SECRET}], "key 0 .* is an object with a name"),
         ([{"name": "a"}], "either key or sha256"),
         ([{"name": "a", "key": SECRET, "sha256": "0" * 64}], "either key or sha256"),
         ([{"name": "a", "key": "short"}], "at least 8 characters"),

@@ -131,7 +131,7 @@ def _checked(text: str) -> str:
 
 def _key(entry: Any, what: str) -> Key:
     known = {"name", "key", "sha256", "permission", "edits", "limits"}
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str) or not entry["name"]:
         raise ArgumentError(f"{what} is an object with a name")
     if unknown := entry.keys() - known:
         raise ArgumentError(f"{what} has {sorted(unknown)[0]!r}, which is none of {', '.join(sorted(known))}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from insitu.net import Key, Keys, Permission
+
+_T = TypeVar("_T")
 
 
 class RefusedError(Exception):
@@ -45,17 +49,27 @@ class Access:
             raise RefusedError(403, "not-permitted", "this key is for the JSON form alone: POST /insitu/v1/form")
         return key
 
-    def require_room(self, key: Key) -> None:
-        """Raises ``RefusedError`` if as many traces run under a key as may."""
+    def admitted(self, key: Key) -> ExitStack:
+        """Counts a trace under a key until this is closed. Raises ``RefusedError`` if as many run as may."""
         if key.limits.traces is not None and self._running[key.name] >= key.limits.traces:
             raise RefusedError(
                 429, "too-many", f"{key.limits.traces} traces are in flight under this key, as many as may be"
             )
-
-    @contextmanager
-    def running(self, key: Key) -> Iterator[None]:
         self._running[key.name] += 1
-        try:
-            yield
-        finally:
-            self._running[key.name] -= 1
+        held = ExitStack()
+        held.callback(self._running.subtract, [key.name])
+        return held
+
+
+def kept(stream: AsyncGenerator[_T, None], held: ExitStack) -> AsyncGenerator[_T, None]:
+    """``stream``; ``held`` is closed at its end, and where nobody ever begins it."""
+
+    async def through() -> AsyncGenerator[_T, None]:
+        with held:
+            async with aclosing(stream):
+                async for each in stream:
+                    yield each
+
+    made = through()
+    weakref.finalize(made, held.close)
+    return made

@@ -9,7 +9,7 @@ import copy
 import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.engine import Result, request_of
 from insitu.engine.job import Job
 from insitu.engine.server import metrics
-from insitu.engine.server.access import Access, RefusedError
+from insitu.engine.server.access import Access, RefusedError, kept
 from insitu.engine.server.plain import as_json
 from insitu.engine.tag import ASKED, without_tag
 from insitu.guard import GuardLimits
@@ -59,6 +59,8 @@ class Beside:
     edits: list[str] | None = None
     told: bool = True
     """Whether its answer has a place for what is left."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What is to be closed when it has been answered."""
     left: list[dict[int, dict[str, Any]]] = field(default_factory=list)
     """For each request, and in it by sequence, saved values as JSON."""
     error: BaseException | None = None
@@ -121,22 +123,25 @@ class BesideOpenAI:
         except (InsituError, ValueError) as error:
             metrics.FAILURES.labels("openai").inc()
             return _refusal(handler, error)
-        answer: Any = None
-        token = asked_beside.set(beside)
-        try:
-            answer = await create(request, raw_request)
-        except BesideError:
-            pass
-        finally:
-            asked_beside.reset(token)
-        if beside.error is not None:
-            return _refusal(handler, beside.error)
-        if hasattr(answer, "__aiter__"):
-            return _streamed(handler, answer, beside)
+        with beside.held as held:
+            answer = await self._run(create, request, raw_request, beside)
+            if beside.error is not None:
+                return _refusal(handler, beside.error)
+            if hasattr(answer, "__aiter__"):
+                return kept(_streamed(handler, answer, beside), held.pop_all())
         for index, saves in beside.choices():
             if saves and index < len(getattr(answer, "choices", ())):
                 setattr(answer.choices[index], FIELD, {"saves": saves})
         return answer
+
+    async def _run(self, create: Any, request: Any, raw_request: Any, beside: Beside) -> Any:
+        token = asked_beside.set(beside)
+        try:
+            return await create(request, raw_request)
+        except BesideError:
+            return None
+        finally:
+            asked_beside.reset(token)
 
     def _beside(self, request: Any, asked: Any, raw_request: Any) -> Beside:
         if asked is None:
@@ -155,7 +160,8 @@ class BesideOpenAI:
         if request.use_beam_search:
             raise FormError("a form can't run beside beam search, which makes many requests of one", "not-supported")
         form = parsed({"actions": found.actions})
-        return Beside(form_block(form, self._model, GuardLimits().of_key(key.limits).saved_bytes), found.edits)
+        block = form_block(form, self._model, GuardLimits().of_key(key.limits).saved_bytes)
+        return Beside(block, found.edits, held=self._access.admitted(key))
 
     # -- requests -------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -15,7 +15,7 @@ from insitu._version import __version__
 from insitu.block import ArgumentError, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.server import forms, metrics, openapi
-from insitu.engine.server.access import Access, RefusedError
+from insitu.engine.server.access import Access, RefusedError, kept
 from insitu.engine.server.checks import Checks
 from insitu.engine.server.edits import Edits
 from insitu.engine.server.traces import Traces
@@ -67,6 +67,11 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
             raise RefusedError(400, "unknown", f"this route takes a {kind!r}, and {asked.kind!r} has come")
         return asked
 
+    async def _frames(request: Request, key: Key, kind: str, run: Callable[[TraceRequest, Key], Any]) -> Response:
+        with access.admitted(key) as held:
+            events = _counted(run(await _asked(request, kind), key), kind)
+            return StreamingResponse(kept(_encoded(events), held.pop_all()), media_type=CONTENT_TYPE)
+
     @made.get("/model", summary="The module tree", **openapi.PLAIN)
     async def tree(request: Request) -> Response:
         access.key(request)
@@ -98,18 +103,12 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
     @made.post("/trace", summary="Runs blocks beside prompts", response_class=Response, **openapi.FRAMES)
     async def trace(request: Request) -> Response:
         key = access.key(request, Permission.BLOCKS)
-        access.require_room(key)
-        asked = await _asked(request, "trace")
-        events = _counted(traces.run(asked, key), "trace")
-        return StreamingResponse(_encoded(events, access, key), media_type=CONTENT_TYPE)
+        return await _frames(request, key, "trace", traces.run)
 
     @made.post("/generate", summary="Runs prompts without blocks", response_class=Response, **openapi.FRAMES)
     async def generate(request: Request) -> Response:
         key = access.key(request, Permission.BLOCKS)
-        access.require_room(key)
-        asked = await _asked(request, "generate")
-        events = _counted(traces.generate(asked, key), "generate")
-        return StreamingResponse(_encoded(events, access, key), media_type=CONTENT_TYPE)
+        return await _frames(request, key, "generate", traces.generate)
 
     @made.get("/edits", summary="The edits beside this key's requests", **openapi.EDITS)
     async def seen(request: Request) -> Response:
@@ -141,8 +140,7 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
     @made.post("/form", summary="Reads and edits beside a prompt, as JSON says", **openapi.FORM)
     async def form(request: Request) -> Response:
         key = access.key(request)
-        access.require_room(key)
-        with access.running(key), metrics.counted("form"):
+        with access.admitted(key), metrics.counted("form"):
             asked, parsed = forms.parsed(await _body(request, traces.wire.header))
             return JSONResponse(await forms.answered(model, asked, parsed, key))
 
@@ -196,15 +194,12 @@ async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncIterator[Eve
             yield event
 
 
-async def _encoded(events: AsyncIterator[Event], access: Access, key: Key) -> AsyncIterator[bytes | memoryview]:
-    try:
-        with access.running(key):
-            async for event in events:
-                try:
-                    parts = frame_parts(encode_event(event))
-                except ArgumentError as error:
-                    parts = frame_parts(encode_event(Failed(error, getattr(event, "invoke", None))))
-                for part in parts:
-                    yield part
-    finally:
-        await events.aclose()  # type: ignore[attr-defined]
+async def _encoded(events: AsyncIterator[Event]) -> AsyncGenerator[bytes | memoryview, None]:
+    async with aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            try:
+                parts = frame_parts(encode_event(event))
+            except ArgumentError as error:
+                parts = frame_parts(encode_event(Failed(error, getattr(event, "invoke", None))))
+            for part in parts:
+                yield part
