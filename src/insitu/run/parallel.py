@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,25 +19,10 @@ from insitu.block import LocationError, RequestError
 from insitu.run.block_run import BlockRun
 from insitu.run.interleaver import Interleaver, RowsOf
 from insitu.run.layouts import Gathered, Layouts, Parallel
+from insitu.run.parked import Parked, Telling, Told
 from insitu.run.served import map_tensors, tensors_of
 from insitu.run.shards import Group
 from insitu.tree import SAMPLES, Place, current
-
-
-class Wait(NamedTuple):
-    """How a block waits: one that ``names_source`` may ask for operations next."""
-
-    place: Place
-    skipping: bool
-    names_source: bool
-
-
-Parked = dict[Wait, list[str]]
-"""Blocks that wait now, by how they do."""
-
-
-def note_parked(parked: Parked, place: Place, run: Any) -> None:
-    parked.setdefault(Wait(place, run.skipping, run.names_source), []).append(run.request)
 
 
 @dataclass
@@ -123,7 +108,7 @@ class ParallelInterleaver(Interleaver):
         return map_tensors(gathered.live, lambda tensor: changed.get(id(tensor), tensor)) if changed else gathered.live
 
 
-class Leader(ParallelInterleaver):
+class Leader(Telling, ParallelInterleaver):
     """Runs the blocks, on rank 0."""
 
     leaves_ended_out = False  # before followers know, who would wait for messages
@@ -198,16 +183,6 @@ class Leader(ParallelInterleaver):
             run.throw(error)
             self._park(run)
 
-    def _park(self, run: BlockRun) -> None:
-        super()._park(run)
-        place = run.waiting
-        if place is not None and run in self._waiting.get(place, ()):
-            note_parked(self._news.parked, place, run)
-
-    def _withdraw(self, run: BlockRun) -> None:
-        super()._withdraw(run)
-        self._news.withdrawn.append(run.request)
-
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ask(path, args, kwargs)
         return super().call(path, args, kwargs)
@@ -241,7 +216,7 @@ class Shadow:
         """Is the leader's business."""
 
 
-class Follower(ParallelInterleaver):
+class Follower(Told, ParallelInterleaver):
     """Does on the other ranks what rank 0 does."""
 
     shadow = Shadow
@@ -286,21 +261,12 @@ class Follower(ParallelInterleaver):
             current.reset(token)
 
     def _take(self, done: Done) -> None:
-        for request in done.withdrawn:
-            for place, waiting in list(self._waiting.items()):
-                self._waiting[place] = [other for other in waiting if other.request != request]
+        self._drop_withdrawn(done.withdrawn)
         if done.recorded is not None:
             self._recorded_places = done.recorded
             for place in done.recorded if self._open else ():
                 self._wrap(place.path)
         self._wait(done.parked)
-
-    def _wait(self, parked: Parked) -> None:
-        for wait, requests in parked.items():
-            for request in requests:
-                shadow = self._shadows[request]
-                shadow.skipping, shadow.names_source = wait.skipping, wait.names_source
-                self._wait_at(wait.place, shadow)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         if not self._is_awaited(place):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from insitu.block import EngineError, LocationError
-from insitu.run.interleaver import Interleaver, RowsOf
+from insitu.run.interleaver import RowsOf
 from insitu.run.parallel import Shadow
+from insitu.run.parked import Told
 from insitu.run.served import map_tensors, shares_elements, storage_of, tensors_of
 from insitu.run.stages import (
     Answer,
@@ -43,7 +44,7 @@ class StageShadow(Shadow):
         self.refused = self.refused or error
 
 
-class StageFollower(Interleaver):
+class StageFollower(Told):
     """Does in its forward what the first stage's blocks wait for."""
 
     shadow = StageShadow
@@ -127,21 +128,16 @@ class StageFollower(Interleaver):
             current.reset(token)
 
     def _take(self, done: Done) -> None:
-        for request in done.withdrawn:
-            for place, waiting in list(self._waiting.items()):
-                self._waiting[place] = [other for other in waiting if other.request != request]
+        self._drop_withdrawn(done.withdrawn)
         if done.recorded is not None:
             self._recorded = done.recorded
             self._recorded_places = frozenset().union(*(places for places, _ in done.recorded.values()))
             if self._open:
                 self._watch_recorded()
-        for wait, requests in done.parked.items():
-            if self._link.stage not in self.stages.having(wait.place):
-                continue
-            for request in requests:
-                shadow = self._shadows[request]
-                shadow.skipping, shadow.names_source = wait.skipping, wait.names_source
-                self._wait_at(wait.place, shadow)
+        self._wait(done.parked)
+
+    def _comes_to(self, place: Place) -> bool:
+        return self._link.stage in self.stages.having(place)
 
     def _watch_recorded(self) -> None:
         for _, paths in self._recorded.values():

@@ -13,10 +13,9 @@ from insitu.block import EngineError, RequestError
 from insitu.run import refusals
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
-from insitu.run.interleaver import Interleaver
 from insitu.run.modules import ModuleTable
 from insitu.run.order import require_to_come
-from insitu.run.parallel import Parked, note_parked
+from insitu.run.parked import Parked, Telling, note_parked
 from insitu.run.served import Rows, map_tensors, storage_of, tensors_of
 from insitu.run.stages import (
     Answer,
@@ -39,7 +38,7 @@ from insitu.tree import LOGITS, SAMPLES, Listing, Outline, Place, current
 Ended = tuple[frozenset[str], frozenset[str]]
 
 
-class StageLeader(Interleaver):
+class StageLeader(Telling):
     """After its own part of a step it serves those that follow, each to the end of theirs."""
 
     leaves_ended_out = False  # before later stages know, who would wait for messages
@@ -228,16 +227,6 @@ class StageLeader(Interleaver):
 
     def _is_own(self, place: Place) -> bool:
         return place.in_forward and 0 in self.stages.having(place)
-
-    def _park(self, run: BlockRun) -> None:
-        super()._park(run)
-        place = run.waiting
-        if place is not None and run in self._waiting.get(place, ()):
-            note_parked(self._news.parked, place, run)
-
-    def _withdraw(self, run: BlockRun) -> None:
-        super()._withdraw(run)
-        self._news.withdrawn.append(run.request)
 
     def _watch(self, place: Place) -> None:
         if self._is_own(place):

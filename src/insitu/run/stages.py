@@ -17,7 +17,7 @@ import torch
 from insitu.block import LocationError
 from insitu.run.anatomy import Anatomy
 from insitu.run.modules import ModuleTable
-from insitu.run.parallel import Parked
+from insitu.run.parked import Parked
 from insitu.run.stream import Stream
 from insitu.tree import LOGITS, SAMPLES, Module, Outline, Place
 

@@ -17,7 +17,8 @@ from insitu.block import LocationError
 from insitu.run.block_run import BlockRun
 from insitu.run.interleaver import RowsOf
 from insitu.run.layouts import Gathered, gathered_whole
-from insitu.run.parallel import Done, Follower, Leader, Parked, note_parked
+from insitu.run.parallel import Done, Follower, Leader
+from insitu.run.parked import Parked, note_parked
 from insitu.run.structure import Structure
 from insitu.run.tapped import TappedInterleaver, layer_outputs, put_in_place
 from insitu.tree import Place
