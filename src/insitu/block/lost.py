@@ -72,13 +72,18 @@ class Unnamed:
         """
         if not self._by_line:
             return []
-        safe = {id(part) for name in home if name in namespace for part in _parts(namespace[name])}
+        safe = _safe(namespace, home)
         holders: dict[int, str] = {}
         for name, value in namespace.items():
             if isinstance(value, _CONTAINERS) and not name.startswith("__"):  # others may be equal numbers
                 for part in _parts(value):
                     holders.setdefault(id(part), name)
         return list(self._lost(safe, holders))
+
+    def all_home(self, namespace: Mapping[str, Any], home: Iterable[str]) -> bool:
+        """Whether of each line something is in what the names ``home`` hold."""
+        safe = _safe(namespace, home) if self._by_line else set()
+        return not any(safe.isdisjoint(map(_identity, values)) for values in self._by_line.values())
 
     def _lost(self, safe: set[int], holders: Mapping[int, str]) -> Iterator[Lost]:
         for (filename, lineno), values in self._by_line.items():
@@ -95,6 +100,10 @@ def line_of(frame: FrameType | None) -> Line | None:
     while frame is not None and is_library_file(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _safe(namespace: Mapping[str, Any], home: Iterable[str]) -> set[int]:
+    return {id(part) for name in home if name in namespace for part in _parts(namespace[name])}
 
 
 def _identity(held: weakref.ref[Any] | list[Any]) -> int:

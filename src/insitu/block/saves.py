@@ -109,6 +109,10 @@ class Saves:
         gone = [(name, line) for name, line in self._named.items() if line and name not in namespace]
         return [*self._unnamed.lost(namespace, home), *(Lost(*line, None, name) for name, line in gone)]
 
+    def all_home(self, namespace: Mapping[str, Any], home: Iterable[str]) -> bool:
+        """Whether some value of each line that saves one comes home under the names `home`."""
+        return self._unnamed.all_home(namespace, home)
+
     def _is_marked(self, value: object) -> bool:
         return value in self._marked and not isinstance(value, _SCALARS)
 

@@ -314,7 +314,11 @@ class Interleaver(Alone):
         runs = self._arrived(place)
         ids_below = self._ids_below(place) if runs else 0
         if runs and place not in self.kinds:
-            self.kinds[place] = kind_of(live, self.rows[runs[0]], self.modules.fixed)
+            rows = self.rows[runs[0]]
+            if (
+                place == LOGITS or rows.stop - rows.start > 1
+            ):  # else what goes by requests may look as if it went by tokens
+                self.kinds[place] = kind_of(live, rows, self.modules.fixed)
         for run in runs:
             try:
                 refusals.require_not_skipped(place, run.beside)

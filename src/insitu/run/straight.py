@@ -17,12 +17,9 @@ from typing import Any
 import torch
 
 from insitu.run.heads import ATTN_PATTERN
+from insitu.run.held import Held, NotStraightError, Shown, bare, codes, require_known
 from insitu.run.served import Rows, storage_of
 from insitu.tree import LOGITS, SAMPLES, Place
-
-
-class NotStraightError(BaseException):
-    """A step without a rule. No ``Exception``, which a block might catch."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,11 @@ class Sym:
         recording, kind = self._recording, self._kind
         if isinstance(kind, (tuple, list, dict)):
             part = kind[key]  # as wrong a key as it would be alone
-            return part.value if isinstance(part, Constant) else recording.note("part", (self, key), part, self._place)
+            if isinstance(part, Constant):
+                if part.value is not None:  # it may be another one at another visit
+                    raise recording.refused()
+                return None
+            return recording.note("part", (self, key), part, self._place)
         if _is_all(key):
             return self
         if kind.each or self._span is not None or not recording.fits(key, self._place):
@@ -99,7 +100,7 @@ class Sym:
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is self and _is_all(key):
             return  # the end of `x[:] += y`
-        if isinstance(value, Sym) and value._base is self and value._key == key:
+        if isinstance(value, Sym) and value._base is self and type(value._key) is type(key) and value._key == key:
             return  # that of `x[-1] += y`
         if not isinstance(self._kind, ByRows):
             raise self._recording.refused()
@@ -121,13 +122,6 @@ class Sym:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __repr__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
     __hash__ = object.__hash__
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, sym = _FUNCTIONS.get(getattr(function, "__name__", "")), next(each for each in args if type(each) is Sym)
-        if name is None or kwargs or len(args) != 2 or type(args[0]) is Sym:
-            raise sym._recording.refused()
-        return getattr(sym, f"__r{name}__")(args[0])
-
     # -- arithmetic -----------------------------------------------------------------------
 
     def __neg__(self) -> Any:
@@ -140,7 +134,9 @@ def _binary(name: str, reflected: bool = False) -> Callable[[Sym, Any], Any]:
     def apply(self: Sym, other: Any) -> Any:
         left, right = (other, self) if reflected else (self, other)
         kind, span = self._recording.together(left, right)
-        return self._recording.note(name, (left, right), kind, self._place, span)
+        by_rows = [each for each in (left, right) if isinstance(each, Sym) and each._kind.each == kind.each]
+        place = next((each._place for each in by_rows if each._place is not None), None)
+        return self._recording.note(name, (bare(left), bare(right)), kind, place, span)
 
     return apply
 
@@ -209,7 +205,10 @@ class Recording:
 
     def write_stream(self, name: str, layer: int | None, value: Any) -> None:
         self._require_whole(value, self._stream_kind(name, layer))
-        self.note("write_stream", (name, layer, value), None, self._place_of(name, layer))
+        place = self._place_of(name, layer)
+        if any(part._place == place for part in self._parts):
+            raise self.refused()  # what it is a part of may change
+        self.note("write_stream", (name, layer, value), None, place)
 
     def _stream_kind(self, name: str, layer: int | None) -> ByRows:
         if name == ATTN_PATTERN:
@@ -234,6 +233,8 @@ class Recording:
                 raise self.refused()
             if what != "clone" and result is not None:
                 self._parts.append(result)
+        if len(self.program.steps) == MOST:
+            raise self.refused()
         self.program.steps.append(Step(what, args, result, _line(sys._getframe(1))))
         return result
 
@@ -247,7 +248,7 @@ class Recording:
             raise self.refused()
         if target._place == SAMPLES:
             raise self.refused()
-        self.note("edit", (target, what, value), target._kind, target._place)
+        self.note("edit", (target, what, bare(value)), target._kind, target._place)
 
     def fits(self, key: Any, place: Place | None) -> bool:
         """Whether it picks rows, and does so of the shortest prompt too."""
@@ -255,7 +256,8 @@ class Recording:
             shortest = 1 if place in _ONE_ROW else self._shortest
             return -shortest <= key < shortest
         if isinstance(key, slice):
-            return all(part is None or type(part) is int for part in (key.start, key.stop, key.step))
+            forward = key.step is None or (type(key.step) is int and key.step > 0)
+            return forward and all(part is None or type(part) is int for part in (key.start, key.stop))
         return False
 
     def together(self, left: Any, right: Any) -> tuple[ByRows, Any]:
@@ -270,8 +272,8 @@ class Recording:
                 kind = value._kind
                 if (kind.each and kind.dims < 1) or (kind != whole and not (kind.each and kind.dims < whole.dims)):
                     raise self.refused()
-            elif isinstance(value, torch.Tensor):
-                if value.dim() > whole.dims - (not whole.each):
+            elif isinstance(value, Held):
+                if value.tensor.dim() > whole.dims - (not whole.each):
                     raise self.refused()
             elif type(value) not in (int, float, bool):
                 raise self.refused()
@@ -282,24 +284,9 @@ class Recording:
         return whole, rows[0]._span if rows else None
 
 
-class Shown(tuple[Any, ...]):
-    """A list of the caller's, to be read only."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise NotStraightError
-
-    __eq__ = __ne__ = __add__ = __mul__ = __rmul__ = __repr__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
-    __hash__ = tuple.__hash__
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
-            raise NotStraightError
-        return super().__getitem__(key)
-
-
+MOST = 100_000
+"""Steps. Alone, a loop without end may end at a place that has gone by."""
 _EFFECTS = {"write", "write_stream", "edit"}
-_FUNCTIONS = {"add": "add", "sub": "sub", "mul": "mul", "div": "truediv"}
-_FUNCTIONS |= {f"__{name}__": name for name in ("add", "sub", "mul", "truediv")}
 _ONE_ROW = (LOGITS, SAMPLES)
 _METHODS = {"clone", "detach", "float", "cpu", "contiguous"}
 _PLAIN = (int, float, bool, str, type(None), slice, range, torch.dtype)
@@ -322,7 +309,7 @@ def shown(value: Any, known: Callable[[Any], bool]) -> Any:
     if type(value) in (list, tuple) and all(is_plain(part) or known(part) for part in value):
         return Shown(value) if type(value) is list else value
     if type(value) is torch.Tensor and not value.requires_grad and value.layout is torch.strided and not value.is_meta:
-        return value
+        return Held(value)
     raise NotStraightError
 
 
@@ -336,16 +323,13 @@ def captured(recording: Recording, value: torch.Tensor) -> Sym:
 def with_values(function: FunctionType, show: Callable[[Any], Any]) -> FunctionType:
     """The function, with what it closes over and the globals that it names as ``show`` shows them."""
     code = function.__code__
+    require_known(code, code.co_freevars)
     cells = [CellType(show(cell.cell_contents)) for cell in function.__closure__ or ()]
-    names = {name for each in _codes(code) for name in each.co_names if name in function.__globals__}
+    names = {name for each in codes(code) for name in each.co_names if name in function.__globals__}
     namespace = {"__builtins__": BUILTINS, **{name: show(function.__globals__[name]) for name in names}}
     if function.__kwdefaults__ or function.__defaults__:
         raise NotStraightError
     return FunctionType(code, namespace, function.__name__, None, tuple(cells))
-
-
-def _codes(code: CodeType) -> list[CodeType]:
-    return [code, *(each for part in code.co_consts if isinstance(part, CodeType) for each in _codes(part))]
 
 
 def _is_all(key: Any) -> bool:
@@ -381,6 +365,8 @@ def can_come_home(value: Any, seen: set[int]) -> bool:
     if id(value) in seen and value:
         return False
     seen.add(id(value))
+    if type(value) is dict and not all(map(is_plain, value)):
+        return False
     return all(can_come_home(part, seen) for part in (value.values() if type(value) is dict else value))
 
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from insitu.block import EngineError
-from insitu.run.straight import OPERATIONS, Program, Step, Sym
+from insitu.run.straight import OPERATIONS, Constant, Program, Step, Sym
 from insitu.tree import LOGITS, SAMPLES, current
+
+_OTHER = "a place's value is of another kind than it was before: trace again"
 
 
 class OtherKindError(EngineError):
@@ -138,6 +140,19 @@ class Together:
             rows, _ = self._index(base.counts, target._key)
             base.tensor[torch.tensor(rows, dtype=torch.long, device=base.tensor.device)] = packed.tensor
 
+    def _failed_alone(self, number: int) -> None:
+        """Once more what has failed, on the rows of one request: the message may give a shape."""
+
+        def own(value: Any) -> Any:
+            value = self._of(value)
+            return value.apart()[number] if isinstance(value, Packed) else value
+
+        match self._step and (self._step.what, self._step.args):
+            case "edit", (target, what, value):
+                _changed(own(target), what, own(value))
+            case name, (left, right) if name in OPERATIONS:
+                OPERATIONS[name](own(left), own(right))
+
     # -- what comes home ------------------------------------------------------------------
 
     def _home(self, value: Any, parts: dict[int, list[Any]]) -> Any:
@@ -169,8 +184,12 @@ class Together:
     def returned(self, number: int) -> Any:
         return _picked(self._returned, number)
 
-    def error_like(self, error: BaseException) -> BaseException:
+    def error_like(self, error: BaseException, number: int) -> BaseException:
         """The error on the user's line, once more for one of the requests."""
+        try:
+            self._failed_alone(number)
+        except Exception as alone:
+            error = alone if type(alone) is type(error) else error
         try:
             own = copy.copy(error)
         except Exception:
@@ -199,9 +218,13 @@ def _picked(value: Any, number: int) -> Any:
 
 
 def _packed(value: Any, counts: Sequence[int], kind: Any) -> Any:
+    if isinstance(kind, Constant):
+        if (value is None) is not (kind.value is None):
+            raise OtherKindError(_OTHER)
+        return value
     if isinstance(value, torch.Tensor):
         if kind is not None and (value.dim() != kind.dims or value.shape[0] != sum(counts)):
-            raise OtherKindError("a place's value is of another shape than it was before: trace again")
+            raise OtherKindError(_OTHER)
         return Packed(value, counts)
     if isinstance(value, (tuple, list)):
         return type(value)(_packed(part, counts, kind[i]) for i, part in enumerate(value))

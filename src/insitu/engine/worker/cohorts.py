@@ -14,9 +14,9 @@ import torch
 from insitu.block import Block, FunctionBlock, Lost, Saves
 from insitu.engine.job import Job
 from insitu.run import BlockRun, Interleaver, Outcome, Rows
+from insitu.run.held import NotStraightError, require_known
 from insitu.run.straight import (
     BUILTINS,
-    NotStraightError,
     Program,
     Recording,
     Sym,
@@ -56,11 +56,11 @@ class Cohort:
                 self.members[index].number = number
         return mine[0]._replace(stop=mine[-1].stop)
 
-    def error(self) -> BaseException | None:
+    def error(self, number: int) -> BaseException | None:
         error = self.leader.error
         if isinstance(error, OtherKindError):
             self._kinds.update(dict.fromkeys(self._kinds))  # nothing is known for sure any more
-        return None if error is None else self.together.error_like(error)
+        return None if error is None else self.together.error_like(error, number)
 
 
 class Member:
@@ -100,7 +100,7 @@ class Member:
     @property
     def error(self) -> BaseException | None:
         if self._error is None and self.cohort.leader.error is not None:
-            self._error = self.cohort.error()
+            self._error = self.cohort.error(self.number)
         return self._error
 
     @property
@@ -188,12 +188,16 @@ def _write_down(job: Job, value_of: Any, program: Program) -> None:
         function = with_values(block.fn, lambda value: shown(value, _answers))
         program.returned = function(job.tracer)
         return
+    require_known(block.code)
     saves = Saves()
     namespace = block.namespace({name: value_of(name, value) for name, value in job.values.items()}, saves, "")
     namespace.update(__builtins__=BUILTINS, __name__=job.module_name)
     block.execute(namespace)
     program.saves = saves.collect(namespace, block.binds)
-    program.lost = block.lost(saves, namespace, {*program.saves, *job.shared})
+    home = {*program.saves, *job.shared}
+    if not saves.all_home(namespace, home):
+        raise NotStraightError  # whether it is lost depends on who else holds it
+    program.lost = block.lost(saves, namespace, home)
 
 
 def _answers(value: Any) -> bool:
@@ -214,5 +218,5 @@ def _key(job: Job) -> Any:
 def _sign(value: Any) -> Any:
     if type(value) is torch.Tensor:
         with suppress(Exception):
-            return "tensor", value.shape, value.dtype, value.device, value.requires_grad
+            return "tensor", value.shape, value.dtype, value.device, value.layout, value.requires_grad
     return (type(value), repr(value)) if is_plain(value) else id(value)
