@@ -168,6 +168,27 @@ def test_a_part_sees_a_stream_written_over_it(llama: VLLM) -> None:
     assert same(alone, together)
 
 
+@pytest.mark.parametrize("changing", [0, len(PROMPTS) - 1])
+def test_what_another_block_changes_is_seen(llama: VLLM, changing: int) -> None:
+    def work() -> Any:
+        factor, seen = torch.ones(1), [1]
+        with llama.trace(**GREEDY) as tracer:
+            for number, prompt in enumerate(PROMPTS):
+                if number == changing:
+                    with tracer.invoke(prompt):
+                        _ = llama.resid_post[0]
+                        factor.fill_(3)
+                        seen.append(2)
+                else:
+                    with tracer.invoke(prompt):
+                        row = (llama.resid_post[1][-1] * factor).save()
+                        more = (llama.resid_post[2][-1] * len(seen)).save()
+        return row, more  # pyright: ignore[reportPossiblyUnbound]
+
+    alone, together = alone_and_together(llama, work)
+    assert same(alone, together)
+
+
 def test_what_is_saved_in_vain_is_told(llama: VLLM) -> None:
     def work() -> Any:
         with llama.trace(**GREEDY) as tracer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from types import FunctionType
@@ -14,7 +14,7 @@ import torch
 from insitu.block import Block, FunctionBlock, Lost, Saves
 from insitu.engine.job import Job
 from insitu.run import BlockRun, Interleaver, Outcome, Rows
-from insitu.run.held import NotStraightError, require_known
+from insitu.run.held import Held, NotStraightError, Shown, require_known
 from insitu.run.straight import (
     BUILTINS,
     Program,
@@ -144,8 +144,9 @@ def grouped(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     return list(groups.values())
 
 
-def cohort_of(group: Sequence[Candidate], interleaver: Interleaver) -> Cohort | None:
-    """One run for all of a group; None if its block does not do the same beside each of them."""
+def cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Callable[[], bool]) -> Cohort | None:
+    """One run for all of a group; None if its block does not do the same beside each of them. ``others``: whether
+    there are other blocks, which may change the caller's tensors and lists while this one runs."""
     first = group[0].job
     places = interleaver.anatomy
     shortest = min(one.tokens for one in group)
@@ -154,17 +155,23 @@ def cohort_of(group: Sequence[Candidate], interleaver: Interleaver) -> Cohort | 
     )
     own: dict[Sym, Sequence[torch.Tensor]] = {}
 
+    def show(value: Any) -> Any:
+        seen = shown(value, _answers)
+        if isinstance(seen, (Held, Shown)) and others():
+            raise NotStraightError
+        return seen
+
     def value_of(name: str, value: Any) -> Any:
         if type(value) is torch.Tensor and any(one.job.values[name] is not value for one in group):
-            shown(value, _answers)
+            show(value)
             sym = captured(recording, value)
             own[sym] = [one.job.values[name] for one in group]
             return sym
-        return shown(value, _answers)
+        return show(value)
 
     token = current.set(cast("Any", recording))
     try:
-        _write_down(first, value_of, recording.program)
+        _write_down(first, show, value_of, recording.program)
     except (NotStraightError, Exception):
         return None
     finally:
@@ -180,12 +187,12 @@ def cohort_of(group: Sequence[Candidate], interleaver: Interleaver) -> Cohort | 
     return Cohort(together, leader, program.lost, interleaver.kinds)
 
 
-def _write_down(job: Job, value_of: Any, program: Program) -> None:
+def _write_down(job: Job, show: Any, value_of: Any, program: Program) -> None:
     block = job.block
     if isinstance(block, FunctionBlock):
         if type(block.fn) is not FunctionType:
             raise NotStraightError
-        function = with_values(block.fn, lambda value: shown(value, _answers))
+        function = with_values(block.fn, show)
         program.returned = function(job.tracer)
         return
     require_known(block.code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from insitu.block import FunctionBlock, RequestError
@@ -180,7 +181,8 @@ class Host:
         if self._new:
             candidates = [self._candidate(new) for new in self._new.values()] if self._may_be_together else []
             for group in grouped(each for each in candidates if each is not None):
-                cohort = cohort_of(group, self.interleaver) if len(group) >= LEAST else None
+                others = partial(self._has_others, group[0].job)
+                cohort = cohort_of(group, self.interleaver, others) if len(group) >= LEAST else None
                 if cohort is not None:
                     self._cohorts.append(cohort)
                     for one in group:
@@ -196,6 +198,9 @@ class Host:
         if room.sender.in_use:
             return False  # what is packed comes home without its pinned memory and side stream
         return self.together and len(self._new) >= LEAST and type(room) is Interleaver and not room.anatomy.batched
+
+    def _has_others(self, job: Job) -> bool:
+        return bool(self.installed) or any(each.block != job.block for each in self.jobs.values())
 
     def _candidate(self, new: New) -> Candidate | None:
         job = self.jobs.get(new.tag.job or "")
