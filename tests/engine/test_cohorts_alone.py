@@ -147,7 +147,7 @@ def test_logits_have_one_row_whatever_is_added(llama: VLLM, row_number: int) -> 
             for prompt, v in zip(PROMPTS, vectors, strict=True):
                 with tracer.invoke(prompt):
                     row = (v + llama.logits)[row_number].save()
-        return tracer, row  # pyright: ignore[reportPossiblyUnbound]
+        return tracer, row  # pyright: ignore[reportPossiblyUnboundVariable]
 
     alone, together = alone_and_together(llama, work)
     assert [type(error) for error in together.exceptions] == [IndexError] * len(PROMPTS)
@@ -161,7 +161,7 @@ def test_a_part_sees_a_stream_written_over_it(llama: VLLM) -> None:
                 with tracer.invoke(prompt):
                     part = llama.model.layers[1].output[0][-1].save()
                     llama.resid_post[1] = llama.resid_post[1] * 2
-        return part  # pyright: ignore[reportPossiblyUnbound]
+        return part  # pyright: ignore[reportPossiblyUnboundVariable]
 
     alone, together = alone_and_together(llama, work)
     assert len(together) == len(PROMPTS)
@@ -183,7 +183,7 @@ def test_what_another_block_changes_is_seen(llama: VLLM, changing: int) -> None:
                     with tracer.invoke(prompt):
                         row = (llama.resid_post[1][-1] * factor).save()
                         more = (llama.resid_post[2][-1] * len(seen)).save()
-        return row, more  # pyright: ignore[reportPossiblyUnbound]
+        return row, more  # pyright: ignore[reportPossiblyUnboundVariable]
 
     alone, together = alone_and_together(llama, work)
     assert same(alone, together)
