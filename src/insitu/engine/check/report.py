@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class CheckReport:
 
     def show(self, console: Console | None = None) -> None:
         """Prints the largest difference of each place in each comparison, and whether the check passed."""
+        from rich.console import Console  # not to be needed by `import insitu`
+        from rich.table import Table
+
         console = console or Console()
         table = Table(title=f"{self.model}, {self.dtype}", title_justify="left", caption_justify="left")
         for column in ("place", "layers", *_COLUMNS.values(), ""):
