@@ -50,14 +50,17 @@ def steps(model: Any, prompt: Any, count: int, kept: Any = torch.Tensor.float) -
 @contextmanager
 def kernel(model: Any, **settings: Any) -> Iterator[None]:
     """vLLM's own kernel with other settings, which no tiny model has."""
-    root = model.vllm_entrypoint.llm_engine.model_executor.driver_worker.get_model()
-    impls = [module.impl for module in root.modules() if type(module).__name__ == "Attention"]
+    worker = model.vllm_entrypoint.llm_engine.model_executor.driver_worker.worker
+    impls = [module.impl for module in worker.get_model().modules() if type(module).__name__ == "Attention"]
+    known = worker.insitu_host.interleaver.anatomy._streams  # with what kernels were when first asked
     before = [{name: getattr(impl, name) for name in settings} for impl in impls]
     try:
         for impl in impls:
             vars(impl).update(settings)
+        known.clear()
         yield
     finally:
+        known.clear()
         for impl, own in zip(impls, before, strict=True):
             vars(impl).update(own)
 

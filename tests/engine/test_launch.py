@@ -43,7 +43,11 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         ),
         ({"zzz": 1}, r"`zzz` is not an engine argument of vLLM [\d.]+$"),
         ({"worker_extension_cls": "a.B"}, r"`worker_extension_cls` is set by insitu itself"),
-        ({"pipeline_parallel_size": 2}, r"this version runs models over several devices by tensor_parallel_size only"),
+        ({"data_parallel_size": 2}, r"`data_parallel_size`: this version runs one copy of a model"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+            r"`pipeline_parallel_size`: this version has no `tensor_parallel_size` beside it",
+        ),
     ],
 )
 def test_an_argument_that_vllm_does_not_have(tiny_folder: Any, argument: dict[str, Any], text: str) -> None:
