@@ -74,6 +74,13 @@ class Server:
         self.process.wait()
 
 
+def key_file(folders: pytest.TempPathFactory, *keys: dict[str, Any]) -> str:
+    """A file of these keys, for ``--insitu-keys``."""
+    file = folders.mktemp("keys") / "keys.json"
+    file.write_text(json.dumps(keys))
+    return str(file)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     made = Server("--api-key", KEY)

@@ -15,7 +15,7 @@ import torch
 import insitu
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server
+from tests.engine.test_server import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 ANN, BEN, FORMS = "the key of ann", "the key of ben", "only forms for this"
@@ -25,10 +25,9 @@ VECTOR = torch.linspace(-30, 60, 128)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
     keys = [{"name": "ann", "key": ANN}, {"name": "ben", "key": BEN}]
-    file.write_text(json.dumps([*keys, {"name": "forms", "key": FORMS, "permission": "form"}]))
-    made = Server("--api-key", KEY, "--insitu-keys", str(file))
+    file = key_file(tmp_path_factory, *keys, {"name": "forms", "key": FORMS, "permission": "form"})
+    made = Server("--api-key", KEY, "--insitu-keys", file)
     yield made
     made.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from benchmarks.load import by_an_async_engine, ending, settled
 from benchmarks.load import one_value as value_block
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server
+from tests.engine.test_server import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
@@ -33,10 +32,9 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
     hasty = {"name": "hasty", "key": HASTY, "limits": {"seconds": 1.0, "operations": 10**9}}
-    file.write_text(json.dumps([hasty, {"name": "small", "key": SMALL, "limits": {"saved_bytes": MIB}}]))
-    made = Server("--api-key", KEY, "--insitu-keys", str(file))
+    file = key_file(tmp_path_factory, hasty, {"name": "small", "key": SMALL, "limits": {"saved_bytes": MIB}})
+    made = Server("--api-key", KEY, "--insitu-keys", file)
     yield made
     made.close()
 

@@ -18,7 +18,7 @@ import insitu
 from insitu.engine.server.serve import parsed
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server
+from tests.engine.test_server import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 FORM_KEY, SHORT_KEY = "only forms for this", "short of everything"
@@ -27,13 +27,11 @@ READ = {"do": "read", "at": "resid_post[2]", "as": "rows"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
     keys: list[dict[str, Any]] = [
         {"name": "forms", "key": FORM_KEY, "permission": "form"},
         {"name": "short", "key": SHORT_KEY, "limits": {"saved_bytes": 1000, "seconds": 2, "traces": 1}},
     ]
-    file.write_text(json.dumps(keys))
-    made = Server("--api-key", KEY, "--insitu-keys", str(file))
+    made = Server("--api-key", KEY, "--insitu-keys", key_file(tmp_path_factory, *keys))
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import PROMPT
-from tests.engine.test_server import Server
+from tests.engine.test_server import Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 ONE_KEY = "one at a time for this"
@@ -30,9 +30,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    file.write_text(json.dumps([{"name": "one", "key": ONE_KEY, "limits": {"traces": 1}}]))
-    made = Server("--insitu-keys", str(file))
+    made = Server("--insitu-keys", key_file(tmp_path_factory, {"name": "one", "key": ONE_KEY, "limits": {"traces": 1}}))
     yield made
     made.close()
 

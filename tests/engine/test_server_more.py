@@ -16,7 +16,7 @@ import pytest
 import insitu
 from insitu.net import Progress
 from tests.engine.helpers import PROMPT
-from tests.engine.test_server import KEY, Server
+from tests.engine.test_server import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 RESTRICTED = "a key for restricted blocks"
@@ -24,9 +24,8 @@ RESTRICTED = "a key for restricted blocks"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = tmp_path_factory.mktemp("keys") / "keys.json"
-    file.write_text(json.dumps([{"name": "ann", "key": RESTRICTED}]))
-    made = Server("--api-key", KEY, "--insitu-keys", str(file), "--trust-code")
+    file = key_file(tmp_path_factory, {"name": "ann", "key": RESTRICTED})
+    made = Server("--api-key", KEY, "--insitu-keys", file, "--trust-code")
     yield made
     made.close()
 

@@ -51,6 +51,10 @@ class Model(torch.nn.Module):
         return hidden + residual
 
 
+def rows(count: int, start: float = 1.0) -> torch.Tensor:
+    return torch.arange(count * WIDTH, dtype=torch.float32).reshape(count, WIDTH) + start
+
+
 class Packed:
     """One engine step at a time: requests' rows laid end to end, logits by request."""
 

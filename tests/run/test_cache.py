@@ -16,16 +16,12 @@ from insitu.run import Cache
 from insitu.run.cache import Records
 from insitu.run.recorder import CacheRecorder
 from insitu.tree import LOGITS, RESULT, SAMPLES, Place, session_for
-from tests.run.packed import WIDTH, Packed
+from tests.run.packed import WIDTH, Packed, rows
 
 
 @pytest.fixture
 def packed() -> Packed:
     return Packed()
-
-
-def rows(count: int, start: float = 1.0) -> torch.Tensor:
-    return torch.arange(count * WIDTH, dtype=torch.float32).reshape(count, WIDTH) + start
 
 
 def start_cache(modules: Any = None, **settings: Any) -> Cache:

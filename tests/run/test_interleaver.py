@@ -10,16 +10,12 @@ import torch
 
 from insitu.block import LocationError, NotReachedError, OutOfOrderError, SharedModuleError, WriteError
 from insitu.tree import LOGITS, RESULT, SAMPLES, session_for
-from tests.run.packed import VOCAB, WIDTH, Packed, Scale
+from tests.run.packed import VOCAB, WIDTH, Packed, Scale, rows
 
 
 @pytest.fixture
 def packed() -> Packed:
     return Packed()
-
-
-def rows(count: int, start: float = 1.0) -> torch.Tensor:
-    return torch.arange(count * WIDTH, dtype=torch.float32).reshape(count, WIDTH) + start
 
 
 def read(place):

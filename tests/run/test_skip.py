@@ -7,16 +7,12 @@ import torch
 
 from insitu.block import OutOfOrderError, OutsideTraceError, WriteError
 from insitu.tree import LOGITS, session_for
-from tests.run.packed import WIDTH, Packed
+from tests.run.packed import WIDTH, Packed, rows
 
 
 @pytest.fixture
 def packed() -> Packed:
     return Packed()
-
-
-def rows(count: int, start: float = 1.0) -> torch.Tensor:
-    return torch.arange(count * WIDTH, dtype=torch.float32).reshape(count, WIDTH) + start
 
 
 def full(count: int, value: float) -> torch.Tensor:

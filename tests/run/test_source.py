@@ -19,11 +19,7 @@ from insitu.block import (
 from insitu.run import Interleaver
 from insitu.tree import LOGITS, Node, session_for
 from tests.run import forwards
-from tests.run.packed import WIDTH, Packed
-
-
-def rows(count: int, start: float = 1.0) -> torch.Tensor:
-    return torch.arange(count * WIDTH, dtype=torch.float32).reshape(count, WIDTH) + start
+from tests.run.packed import WIDTH, Packed, rows
 
 
 def packed_with(module: torch.nn.Module) -> Packed:

@@ -11,8 +11,8 @@ import torch
 
 from insitu.run.unwinding import STACKS_ARE_LEFT_OUT
 from tests.run import forwards
-from tests.run.packed import WIDTH, Packed
-from tests.run.test_source import packed_with, rows
+from tests.run.packed import WIDTH, Packed, rows
+from tests.run.test_source import packed_with
 
 
 def raised_by_torch() -> str:
