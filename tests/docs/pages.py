@@ -60,14 +60,14 @@ def run(page: Path) -> list[str]:
     """What each block of the page prints, run in a process of its own."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.docs.pages", str(page), result.name],
+            [sys.executable, "-X", "faulthandler", "-m", "tests.docs.pages", str(page), result.name],
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=280,
         )
         if done.returncode != 0:
-            raise AssertionError(f"{page.name}: {done.stderr[-6000:]}")
+            raise AssertionError(f"{page.name} ended with {done.returncode}: {done.stderr[-6000:]}")
         return json.load(result)
 
 

@@ -25,9 +25,9 @@ class Tag:
     refusal: str = ""
     tenant: str = ""
 
-    def fields(self) -> dict[str, Any]:
-        """As an entry of ``extra_args``, which travels as plain data."""
-        return {_KEY: {**vars(self), "edits": list(self.edits)}}
+    def put_on(self, params: Any) -> None:
+        """Into the ``extra_args`` of sampling parameters, which travel as plain data."""
+        params.extra_args = {**(params.extra_args or {}), _KEY: {**vars(self), "edits": list(self.edits)}}
 
 
 def without_tag(extra: Mapping[str, Any] | None) -> dict[str, Any]:

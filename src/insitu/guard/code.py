@@ -24,7 +24,7 @@ from insitu.guard.transform import Restricting, require_names
 from insitu.net.errors import WireError
 from insitu.net.sources import CodeSource, remote_name
 
-__all__ = ["GuardedBlock", "GuardedFunction", "drop_defaults"]
+__all__ = ["GuardedBlock", "GuardedFunction", "as_definition"]
 
 _PYTHONS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 
@@ -169,21 +169,27 @@ def _function(source: CodeSource) -> _Compiled:
     filename = remote_name(source.filename)
     tree = source.tree()
     require_names(tree, filename)
+    return _compiled(tree, source, frozenset(), as_definition(tree))
+
+
+def as_definition(tree: ast.Module) -> str:
+    """Makes the text of a function, one def or one lambda, a statement that binds it; returns the name. Raises
+    ``WireError`` for another text."""
     (statement, *others) = tree.body
     name = "insitu_lambda"
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Lambda) and not others:
-        drop_defaults(statement.value.args)
+        _drop_defaults(statement.value.args)
         target = ast.copy_location(ast.Name(name, ast.Store()), statement)
         tree.body = [ast.copy_location(ast.Assign([target], statement.value), statement)]
     elif isinstance(statement, ast.FunctionDef) and not others:
         name = statement.name
-        drop_defaults(statement.args)
+        _drop_defaults(statement.args)
     else:
         raise WireError("the text of a function is one def, or one lambda")
-    return _compiled(tree, source, frozenset(), name)
+    return name
 
 
-def drop_defaults(arguments: ast.arguments) -> None:
+def _drop_defaults(arguments: ast.arguments) -> None:
     """Their values come along, as they were where the function was made."""
     none = ast.Constant(None, lineno=1, col_offset=0, end_lineno=1, end_col_offset=0)
     arguments.defaults = [none for _ in arguments.defaults]

@@ -314,11 +314,7 @@ class Interleaver(Alone):
         runs = self._arrived(place)
         ids_below = self._ids_below(place) if runs else 0
         if runs and place not in self.kinds:
-            rows = self.rows[runs[0]]
-            if (
-                place == LOGITS or rows.stop - rows.start > 1
-            ):  # else what goes by requests may look as if it went by tokens
-                self.kinds[place] = kind_of(live, rows, self.modules.fixed)
+            self._learn_kind(place, live, self.rows[runs[0]])
         for run in runs:
             try:
                 refusals.require_not_skipped(place, run.beside)
@@ -332,6 +328,11 @@ class Interleaver(Alone):
         if self._recorders:
             self._record(place, live)
         return live
+
+    def _learn_kind(self, place: Place, live: Any, rows: Rows) -> None:
+        # Of one row, what goes by requests may look as if it went by tokens.
+        if place == LOGITS or rows.stop - rows.start > 1:
+            self.kinds[place] = kind_of(live, rows, self.modules.fixed)
 
     def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
         return live  # where a forward is run twice, with what blocks wrote here in the first

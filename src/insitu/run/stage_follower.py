@@ -11,7 +11,7 @@ from insitu.block import EngineError, LocationError
 from insitu.run.interleaver import RowsOf
 from insitu.run.parallel import Shadow
 from insitu.run.parked import Told
-from insitu.run.served import map_tensors, shares_elements, storage_of, tensors_of
+from insitu.run.served import map_tensors, rebuilt, shares_elements, storage_of, tensors_of
 from insitu.run.stages import (
     Answer,
     Arrived,
@@ -256,8 +256,7 @@ def _shifted(spans: dict[str, Span], parts: list[Span]) -> tuple[dict[str, Span]
 def _plain(value: Any) -> Any:
     """Objects of the model's own that stand beside tensors stay here."""
     if isinstance(value, (tuple, list)):
-        parts = [_plain(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return rebuilt(value, [_plain(part) for part in value])
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     known = value is None or isinstance(value, (torch.Tensor, bool, int, float, str))

@@ -157,20 +157,13 @@ class Together:
 
     def _home(self, value: Any, parts: dict[int, list[Any]]) -> Any:
         """The value with each tensor in it taken apart."""
-        if isinstance(value, Sym):
-            return self._apart(self._of(value), parts)
-        if type(value) in (list, tuple):
-            return type(value)(self._home(part, parts) for part in value)
-        return {key: self._home(part, parts) for key, part in value.items()} if type(value) is dict else value
 
-    def _apart(self, value: Any, parts: dict[int, list[Any]]) -> Any:
-        if isinstance(value, Packed):
-            if id(value.tensor) not in parts:
-                parts[id(value.tensor)] = Packed(value.tensor.cpu(), value.counts).apart()
-            return _Each(parts[id(value.tensor)])
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._apart(part, parts) for part in value)
-        return {key: self._apart(part, parts) for key, part in value.items()} if isinstance(value, dict) else value
+        def apart(packed: Packed) -> _Each:
+            if id(packed.tensor) not in parts:
+                parts[id(packed.tensor)] = Packed(packed.tensor.cpu(), packed.counts).apart()
+            return _Each(parts[id(packed.tensor)])
+
+        return _mapped(value, Sym, lambda sym: _mapped(self._of(sym), Packed, apart))
 
     def saves(self, number: int) -> dict[str, Any]:
         """What the request has saved; ``number``: its place in the batch, among these."""
@@ -209,12 +202,17 @@ class _Each:
         self.tensors = tensors
 
 
-def _picked(value: Any, number: int) -> Any:
-    if type(value) is _Each:
-        return value.tensors[number]
+def _mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """``value`` with what is of this kind in its lists, tuples and dicts converted."""
+    if type(value) is kind:
+        return convert(value)
     if type(value) in (list, tuple):
-        return type(value)(_picked(part, number) for part in value)
-    return {key: _picked(part, number) for key, part in value.items()} if type(value) is dict else value
+        return type(value)(_mapped(part, kind, convert) for part in value)
+    return {key: _mapped(part, kind, convert) for key, part in value.items()} if type(value) is dict else value
+
+
+def _picked(value: Any, number: int) -> Any:
+    return _mapped(value, _Each, lambda each: each.tensors[number])
 
 
 def _packed(value: Any, counts: Sequence[int], kind: Any) -> Any:
@@ -234,11 +232,7 @@ def _packed(value: Any, counts: Sequence[int], kind: Any) -> Any:
 
 
 def _bare(value: Any) -> Any:
-    if isinstance(value, Packed):
-        return value.tensor
-    if isinstance(value, (list, tuple)):
-        return type(value)(_bare(part) for part in value)
-    return {key: _bare(part) for key, part in value.items()} if isinstance(value, dict) else value
+    return _mapped(value, Packed, lambda packed: packed.tensor)
 
 
 def _beside(whole: Packed, value: Any) -> Any:

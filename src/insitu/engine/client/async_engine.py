@@ -141,8 +141,7 @@ class AsyncEngine(EngineClient):
         """The output of a plain request, once it has ended."""
         await self._with_adapter(prepared)
         if prepared.tenant:
-            tag = Tag(whole=False, tenant=prepared.tenant).fields()
-            prepared.params.extra_args = {**(prepared.params.extra_args or {}), **tag}
+            Tag(whole=False, tenant=prepared.tenant).put_on(prepared.params)
         prepared.params.output_kind = RequestOutputKind.FINAL_ONLY
         outputs = self.llm.generate(prepared.prompt, prepared.params, uuid.uuid4().hex, lora_request=prepared.lora)
         async with aclosing(outputs):

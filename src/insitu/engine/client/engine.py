@@ -377,7 +377,7 @@ def _without_outputs(saves: Mapping[str, Any]) -> dict[str, Any]:
 def request_of(prepared: Prepared, job: Job) -> Request:
     params = prepared.params
     params.skip_clone = True  # they are this request's alone
-    params.extra_args = {**(params.extra_args or {}), **Tag(job.id, tenant=prepared.tenant).fields()}
+    Tag(job.id, tenant=prepared.tenant).put_on(params)
     # All rows are computed, also those that another sequence of the same request has just left in the
     # cache; and under a salt of its own, what the block edits is served to nobody else.
     params.skip_reading_prefix_cache = True

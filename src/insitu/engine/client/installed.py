@@ -111,7 +111,7 @@ class Installed:
         group = self._group(request, numbers)
         tag = replace(tag, group=group, edits=numbers, whole=whole)
         params = request.sampling_params = copy.copy(params)  # the sequences of a request share theirs
-        params.extra_args = {**(params.extra_args or {}), **tag.fields()}
+        tag.put_on(params)
         # What was computed under these edits is for requests with the same ones alone; and where a block may
         # depend on which rows it is shown, all are computed.
         if tag.job is None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,19 +17,18 @@ from typing import Any
 
 import msgspec
 
-from insitu.block import ArgumentError, FunctionBlock, InsituError
+from insitu.block import ArgumentError, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
-from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.engine import Result, request_of
-from insitu.engine.job import Job
 from insitu.engine.server import metrics
 from insitu.engine.server.access import Access, RefusedError, kept
+from insitu.engine.server.forms import job_of
 from insitu.engine.server.plain import as_json
 from insitu.engine.tag import ASKED, without_tag
 from insitu.guard import GuardLimits
 from insitu.net.errors import FormError
 from insitu.net.form import parsed
-from insitu.net.form_block import form_block
+from insitu.net.form_block import FormBlock, form_block
 
 FIELD = "insitu"
 _DONE = "data: [DONE]\n\n"
@@ -55,7 +53,7 @@ class BesideError(Exception):
 class Beside:
     """One call of OpenAI's: what runs beside its requests, and what that left."""
 
-    block: Callable[[Any], Any] | None = None
+    block: FormBlock | None = None
     edits: list[str] | None = None
     told: bool = True
     """Whether its answer has a place for what is left."""
@@ -193,7 +191,8 @@ class BesideOpenAI:
     ) -> AsyncGenerator[Any, None]:
         try:
             prepared = self._engine.adopted(prompt, params, lora_request)
-            job = Job(uuid.uuid4().hex, FunctionBlock(beside.block), tracer=AsyncTrace(self._engine, [], {}))  # type: ignore[arg-type]
+            assert beside.block is not None
+            job = job_of(self._engine, beside.block)
             shipment = await self._engine.ship([(prepared, job)])
         except (InsituError, ValueError) as error:
             beside.error = error

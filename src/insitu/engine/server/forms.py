@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from insitu.block import FunctionBlock, InsituError
+from insitu.engine.client.async_engine import AsyncEngine
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.job import Job
@@ -19,7 +20,7 @@ from insitu.net import Key
 from insitu.net.errors import FormError
 from insitu.net.form import Form
 from insitu.net.form import parsed as parsed_form
-from insitu.net.form_block import form_block
+from insitu.net.form_block import FormBlock, form_block
 
 
 class Sampling(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,6 +62,11 @@ def parsed(body: bytes) -> tuple[Asked, Form]:
         raise RefusedError(400, "malformed", f"this is no JSON: {error}") from None
 
 
+def job_of(engine: AsyncEngine, block: FormBlock) -> Job:
+    """A form's block, to be run beside one request."""
+    return Job(uuid.uuid4().hex, FunctionBlock(block), tracer=AsyncTrace(engine, [], {}))
+
+
 async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict[str, Any]:
     """What was generated and read. Raises ``RefusedError`` for what this model or this prompt can't do."""
     engine = model._running()
@@ -69,8 +75,7 @@ async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict
     if asked.edits is not None:
         settings["edits"] = asked.edits
     try:
-        block = FunctionBlock(form_block(form, model, limits.saved_bytes))
-        job = Job(uuid.uuid4().hex, block, tracer=AsyncTrace(engine, [], {}))
+        job = job_of(engine, form_block(form, model, limits.saved_bytes))
         (result,) = await engine.run([(engine.prepare(asked.prompt, settings, key.name), job)])
         if result.error is not None and not isinstance(result.error, InsituError):  # an edit's
             raise RefusedError(500, type(result.error).__name__, f"{type(result.error).__name__}: {result.error}")

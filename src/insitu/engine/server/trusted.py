@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from insitu.block import Block
-from insitu.guard.code import drop_defaults
+from insitu.guard.code import as_definition
 from insitu.net import CodeSource, Device, Dtype, FunctionRef, Member, ModuleRef, Named, Ref, TraceRequest, WireError
 from insitu.net.limits import WireLimits
 from insitu.net.sources import remote_name
-
-_LAMBDA = "insitu_lambda"
 
 
 @dataclass(frozen=True)
@@ -56,17 +54,9 @@ def trusted(request: TraceRequest, named: Callable[[Named], Any], wire: WireLimi
 def _function(source: CodeSource) -> FunctionType:
     """The function of a text; the names that it uses come later."""
     tree = source.tree()
-    (statement, *others) = tree.body
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Lambda) and not others:
-        drop_defaults(statement.value.args)
-        name = _LAMBDA
-        tree.body = [ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], statement.value), statement)]
-    elif isinstance(statement, ast.FunctionDef) and not others:
-        drop_defaults(statement.args)
+    name = as_definition(tree)
+    if isinstance(statement := tree.body[0], ast.FunctionDef):
         statement.decorator_list = []
-        name = statement.name
-    else:
-        raise WireError("the text of a function is one def, or one lambda")
     space: dict[str, Any] = {"__name__": "<client>"}
     exec(compile(ast.fix_missing_locations(tree), remote_name(source.filename), "exec"), space)
     return space[name]

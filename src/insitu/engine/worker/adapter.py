@@ -77,15 +77,14 @@ class Adapter:
         self._admit(scheduled)
         leaders = self.host.begin()
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
-        runs = chain(chain.from_iterable(self.runs.values()), leaders)
+        self.waits_in_forward = False
         if self.runs:
             self.host.tell_left()
-        self.waits_in_forward = bool(self.runs) and self.interleaver.begin(runs)
-        if self.runs:
+            self.waits_in_forward = self.interleaver.begin(chain(chain.from_iterable(self.runs.values()), leaders))
             self.host.leave_out()
-        self._expects_logits = bool(self.runs)
-        if not self.runs:
+        else:
             self.interleaver.idle()
+        self._expects_logits = bool(self.runs)
         self.tapped = bool(self.runs) and self.interleaver.tapped
         self.host.eager_steps += self.waits_in_forward
         self.host.tapped_steps += self.tapped
