@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.calls import measured
 from insitu import VLLM
+
+pytestmark = pytest.mark.in_process  # other engines run each block alone
 
 COUNT = 64
 

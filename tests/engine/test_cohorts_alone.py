@@ -11,6 +11,8 @@ import torch
 from insitu import VLLM, UnsavedWarning
 from tests.engine.test_cohorts import GREEDY, PROMPTS, alone_and_together, counted, same
 
+pytestmark = pytest.mark.in_process  # other engines run each block alone
+
 COUNT = 0
 
 
