@@ -108,7 +108,10 @@ def test_what_an_operation_calls() -> None:
         found.callee("later_0")
 
 
-@pytest.mark.parametrize("called", [len, int, functools.partial(helper, 1), "text".join], ids=str)
+CALLED = [len, int, functools.partial(helper, 1), "text".join]
+
+
+@pytest.mark.parametrize("called", CALLED, ids=lambda each: type(each).__name__)
 def test_what_is_not_python_is_refused(called: Any) -> None:
     with pytest.raises(LocationError, match="it is not written in Python"):
         opened(called, "it")
