@@ -74,7 +74,7 @@ def there_and_back(value: Any, **decoding: Any) -> Any:
     return Decoder(TensorReader(encoder.tensors.data()), **decoding).decode(header)
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
 def test_a_plain_value_comes_back(value: Any) -> None:
     found = there_and_back(value)
     assert found == value
