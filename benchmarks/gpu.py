@@ -3,6 +3,9 @@
 A model of Llama-8B's shape with random weights, 256 prompts of 128 tokens, 128 generated; what blocks save is handed
 to the host. Each case by turns with plain vLLM, whose engine runs in a process of its own, as it does by default.
 `VLLM_USE_V2_MODEL_RUNNER=0` takes vLLM's V1 model runner.
+
+`python -m benchmarks.gpu sweep` has the rows of `python -m benchmarks` instead: 1024 prompts of which a block reads or
+edits the prefill, beside plain vLLM, transformers with hooks and other libraries.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import pstats
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -109,6 +113,24 @@ def folder_of_shape() -> str:
     return str(folder)
 
 
+def sweep() -> None:
+    import insitu
+    from benchmarks.comparison import compared
+    from benchmarks.report import arguments, peers_of, write_down
+
+    parser = arguments(__doc__, prompts=1024, tokens=TOKENS)
+    parser.add_argument("--model", default="", help="a folder (default: random weights of Llama-8B's shape)")
+    parser.add_argument("--device", default="cuda", help="of transformers; the engines run where vLLM's build does")
+    parser.add_argument("--dtype", default="bfloat16")
+    chosen = parser.parse_args(sys.argv[2:])
+    folder = chosen.model or folder_of_shape()
+    engine = {**ENGINE, "max_num_seqs": chosen.prompts, "enforce_eager": chosen.eager, "dtype": chosen.dtype}
+    settings = {"engine": engine, "device": chosen.device, "dtype": chosen.dtype}
+    with insitu.VLLM(folder, dispatch=True, **engine) as model:
+        rows = compared(model, folder, peers_of(chosen), settings, chosen)
+    write_down(chosen.out, rows, {})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each case; the median counts (default: 5)")
@@ -184,4 +206,4 @@ def table(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sweep() if sys.argv[1:2] == ["sweep"] else main()

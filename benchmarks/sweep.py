@@ -31,7 +31,8 @@ Case = Callable[[list[list[int]]], object]
 
 def cases(model: Any) -> dict[str, Case]:
     llm, layers = model.vllm_entrypoint, len(model.resid_post)
-    middle, width = layers // 2, model.vllm_entrypoint.model_config.get_hidden_size()
+    middle, width = layers // 2, llm.model_config.get_hidden_size()
+    device = llm.llm_engine.vllm_config.device_config.device
 
     def plain(prompts: list[list[int]]) -> None:
         given = [{"prompt_token_ids": ids} for ids in prompts]
@@ -44,8 +45,9 @@ def cases(model: Any) -> dict[str, Case]:
         model.run(lambda tracer: [model.resid_post[layer] for layer in range(layers)], prompts, **GREEDY)
 
     def vectors(prompts: list[list[int]]) -> None:
+        added = torch.randn(len(prompts), width).to(device, llm.model_config.dtype)
         with model.trace(**GREEDY) as tracer:
-            for ids, vector in zip(prompts, torch.randn(len(prompts), width), strict=True):
+            for ids, vector in zip(prompts, added, strict=True):
                 with tracer.invoke(ids):
                     model.resid_post[middle][:] += vector
                     logits = model.logits.save()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from insitu.block import FunctionBlock
-from insitu.engine.client.engine import Result
+from insitu.engine.client.result import Result
 from insitu.engine.client.trace import Trace
 from insitu.engine.job import Job
 from insitu.guard import GuardLimits, RestrictedInvoke, restricted

@@ -167,7 +167,7 @@ class Plan:
 
     def _run(self, window: Sequence[Tokenised]) -> list[Read]:
         try:
-            return self._model.run(self._reading, [one.ids for one in window], **self._sampling)
+            return self._model.run(self._reading, [one.ids for one in window], progress=False, **self._sampling)
         except InsituError as error:
             if (number := getattr(error, "invoke", None if len(window) > 1 else 0)) is not None:
                 error.args = (f"prompt {window[number].prompt.id!r}: {error}",)

@@ -50,6 +50,8 @@ class Job:
     owner: object = None
     invoke: int = 0
     """Which invoke of its trace it is."""
+    keep: bool = False
+    """Whether what it saves stays on the device."""
     fresh: bool = False
     """Whether it runs many times, and each run is to have lists, dicts and sets of its own."""
 

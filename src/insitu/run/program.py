@@ -36,11 +36,11 @@ def outcome_of(
     saves: dict[str, Any],
     bound: dict[str, Any],
     lost: Sequence[Lost] = (),
-    sender: Sender | None = None,
+    home: Home | None = None,
 ) -> Outcome:
-    """The outcome of an ended run; values saved before an error come along with it. ``sender`` may have sent some."""
+    """The outcome of an ended run; values saved before an error come along with it."""
     outcome = Outcome(bound=bound, error=run.error, lost=lost)
-    home = Home(sender)
+    home = home or Home()
     try:
         outcome.saves = {name: home.bring(value, f"`{name}`") for name, value in saves.items()}
         outcome.returned = home.bring(run.returned, "what the block returned")
@@ -50,17 +50,18 @@ def outcome_of(
 
 
 class Home:
-    """Takes values out of the engine: their tensors on the CPU, outside inference mode, and owning just their
-    memory. What several values share stays shared."""
+    """Takes values out of the engine: their tensors on the CPU, or with ``keep`` where they are, outside inference
+    mode, and owning just their memory. What several values share stays shared. ``sender`` may have sent some."""
 
-    def __init__(self, sender: Sender | None = None) -> None:
+    def __init__(self, sender: Sender | None = None, keep: bool = False) -> None:
+        self._keep = keep
         self._made: dict[int, tuple[Any, Any]] = {}
         self._sender = sender or Sender()
 
     def bring(self, value: Any, what: str) -> Any:
         """Raises ``ArgumentError``, which speaks of ``what``, for a value that can't be."""
         try:
-            return self._ordinary(value) if any(map(_must_change, tensors_within(value))) else value
+            return self._ordinary(value) if any(map(self._must_change, tensors_within(value))) else value
         except RecursionError:
             raise ArgumentError(
                 f"{what} is nested too deeply to be brought home: keep its tensors in a flat list or dict"
@@ -82,7 +83,7 @@ class Home:
                     self._ordinary(part) if sent is None else sent for part, sent in zip(value, found, strict=True)
                 )
                 return mine
-        if type(value) is list and len(value) >= FEW:
+        if type(value) is list and len(value) >= FEW and not self._keep:
             self._made.update(
                 (id(old), (old, new)) for old, new in brought_together(value) if id(old) not in self._made
             )
@@ -98,28 +99,29 @@ class Home:
             made = rebuilt(value, [self._ordinary(part) for part in value])
         elif isinstance(value, torch.Tensor):
             sent = self._sender.find([value])[0]
-            made = _ordinary_tensor(value) if sent is None else sent
+            made = self._ordinary_tensor(value) if sent is None else sent
         else:
             return value
         self._made[id(value)] = (value, made)
         return made
 
+    def _must_change(self, tensor: torch.Tensor) -> bool:
+        require_memory(tensor, "a tensor to be brought home")
+        return not tensor.is_meta and (tensor.is_inference() or self._is_to_move(tensor) or _owns_more(tensor))
 
-def _must_change(tensor: torch.Tensor) -> bool:
-    require_memory(tensor, "a tensor to be brought home")
-    return not tensor.is_meta and (tensor.is_inference() or tensor.device.type != "cpu" or _owns_more(tensor))
+    def _is_to_move(self, tensor: torch.Tensor) -> bool:
+        return not self._keep and tensor.device.type != "cpu"
+
+    def _ordinary_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_inference():
+            with torch.inference_mode(False):
+                tensor = tensor.clone()
+        if self._is_to_move(tensor):
+            return tensor.cpu()
+        return tensor.clone() if _owns_more(tensor) else tensor
 
 
 def _owns_more(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.requires_grad:
         return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-
-
-def _ordinary_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_inference():
-        with torch.inference_mode(False):
-            tensor = tensor.clone()
-    if tensor.device.type != "cpu":
-        return tensor.cpu()
-    return tensor.clone() if _owns_more(tensor) else tensor

@@ -16,9 +16,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from insitu.block import EngineError, RequestError
 from insitu.engine.channel import AsyncWired, Shipment
-from insitu.engine.client.engine import ABORTED, EngineClient, Prepared, Result, no_tokenizer
+from insitu.engine.client.engine import ABORTED, EngineClient, no_tokenizer
 from insitu.engine.client.installed import Installed
 from insitu.engine.client.one_loop import OneLoop
+from insitu.engine.client.result import Prepared, Result
 from insitu.engine.client.running import Running
 from insitu.engine.job import Job
 from insitu.engine.tag import Tag

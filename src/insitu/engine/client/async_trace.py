@@ -11,8 +11,8 @@ from insitu.engine.client.plan import BaseTrace, Captured
 
 if TYPE_CHECKING:
     from insitu.engine.client.async_engine import AsyncEngine
-    from insitu.engine.client.engine import Result
     from insitu.engine.client.plan import Wave
+    from insitu.engine.client.result import Result
 
 
 class AsyncTrace(BaseTrace, CapturedBody, AsyncCapturedBody):

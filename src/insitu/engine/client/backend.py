@@ -13,8 +13,8 @@ from insitu.block.tracebacks import async_user_lines
 
 if TYPE_CHECKING:
     from insitu.engine.client.async_engine import AsyncEngine
-    from insitu.engine.client.engine import Result
     from insitu.engine.client.plan import Plan, Wave
+    from insitu.engine.client.result import Result
     from insitu.engine.client.running import Running
 
 

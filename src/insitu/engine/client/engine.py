@@ -7,22 +7,24 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
-from insitu.block import ArgumentError, EngineError, Lost, PromptError, RequestError
+from insitu.block import ArgumentError, EngineError, PromptError, RequestError
 from insitu.block.tracebacks import user_frame
-from insitu.engine.channel import Channel, Shipment
+from insitu.engine.channel import Channel, Direct, Shipment
 from insitu.engine.client.edit import Edit
 from insitu.engine.client.installed import Installed
 from insitu.engine.client.launch import free_engines, shut_down
 from insitu.engine.client.limits import Limits, limits_of
 from insitu.engine.client.loop import EngineLoop, FailedStepError, Request
-from insitu.engine.client.prompts import as_prompt, checked, require_room
+from insitu.engine.client.progress import advancing
+from insitu.engine.client.prompts import as_prompt, checked, is_short_text, is_text, require_room, tokenise
+from insitu.engine.client.result import Prepared, Result
 from insitu.engine.client.sampling import certain_length, check_sampling, sampling_params
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, require_applied
@@ -35,67 +37,6 @@ _SPECULATIVE = (
     "be shown yet."
 )
 ABORTED = "the request was aborted before it ended"
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A prompt and its sampling settings, checked before anything runs. ``tenant``: at a server, whose it is."""
-
-    prompt: dict[str, Any]
-    params: SamplingParams
-    lora: Any = None
-    tenant: str = ""
-
-
-@dataclass
-class Result:
-    """What a traced request left: an outcome for each of its sequences, and vLLM's own output."""
-
-    outcomes: list[Outcome] = field(default_factory=list)
-    output: Any = None
-
-    @property
-    def error(self) -> BaseException | None:
-        """That of an edit which ran beside it, else its own."""
-        if self.output is not None and self.output.error is not None:
-            return self.output.error
-        return next((outcome.error for outcome in self.outcomes if outcome.error is not None), None)
-
-    @property
-    def lost(self) -> list[Lost]:
-        return [each for outcome in self.outcomes for each in outcome.lost]
-
-    @property
-    def saves(self) -> dict[str, Any]:
-        """Saved values by name; where the request has several sequences, lists of them."""
-        if len(self.outcomes) == 1:
-            return self.outcomes[0].saves
-        names = dict.fromkeys(name for outcome in self.outcomes for name in outcome.saves)
-        return {name: [outcome.saves.get(name) for outcome in self.outcomes] for name in names}
-
-    def share(self) -> None:
-        """Gives the output what was saved, beside what edits saved, and each completion that of its own sequence; also
-        where a block has saved the output."""
-        saved = (value for outcome in self.outcomes for value in outcome.saves.values())
-        for output in (self.output, *(value for value in saved if isinstance(value, RequestOutput))):
-            own = self._beside_itself() if output is self.output else _without_outputs(self.saves)
-            vars(output)["saves"] = {**vars(output).get("saves", {}), **own}
-            for completion, outcome in zip(output.outputs, self.outcomes, strict=False):
-                beside = vars(completion).get("saves", {})
-                vars(completion)["saves"] = {**beside, **_without_outputs(outcome.saves)}
-
-    def _beside_itself(self) -> dict[str, Any]:
-        return {name: value for name, value in self.saves.items() if value is not self.output}
-
-    def bound(self, name: str) -> dict[str, Any]:
-        """The name with what the block bound to it, saved or not, if it was asked to export it."""
-        bound = self.outcomes[0].bound if self.outcomes else {}
-        return {name: bound[name]} if name in bound else {}
-
-    @property
-    def returned(self) -> Any:
-        values = [outcome.returned for outcome in self.outcomes]
-        return values[0] if len(values) == 1 else values
 
 
 class EngineClient:
@@ -113,6 +54,7 @@ class EngineClient:
         self.installed: Installed
         self._channel = channel
         self._limits = limits_of(config)
+        self._plain_limits = replace(self._limits, max_step_tokens=sys.maxsize)
         self._speculative = config.speculative_config is not None
         self._failure: BaseException | None = None
         self._closed = False
@@ -153,9 +95,28 @@ class EngineClient:
         check_sampling(settings)
         self.installed.chosen(settings.get("edits"), tenant)
 
-    def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "") -> Prepared:
+    def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "", later: bool = False) -> Prepared:
+        """``later``: a text gets its token ids by ``complete``."""
         self._require_not_speculative()
-        return self._with_room(self.prepare_plain(prompt, settings, self._limits, tenant))
+        return self._with_room(self.prepare_plain(prompt, settings, self._limits, tenant, later))
+
+    def prepare_all(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> list[Prepared]:
+        """As ``prepare`` each of them, in fewer steps."""
+        prepared = [self.prepare(prompt, settings, later=len(prompts) > 1 and is_text(prompt)) for prompt in prompts]
+        self.complete(prepared)
+        return prepared
+
+    def prepare_early(self, prompt: Any, settings: Mapping[str, Any]) -> Prepared:
+        """As ``prepare``, without the token ids of what is sure to have room: ``complete`` gives those to many."""
+        limits = self._limits
+        later = limits.cache_tokens >= limits.max_model_len and is_short_text(prompt, limits)
+        return self.prepare(prompt, settings, later=later)
+
+    def complete(self, work: Sequence[Prepared]) -> None:
+        """Gives them the token ids that they still lack. Raises ``PromptError`` as ``prepare`` would have."""
+        tokenise([one.prompt for one in work], lambda: self.tokenizer, self._limits)
+        for one in work:
+            self._with_room(one)
 
     def adopted(self, prompt: Any, params: SamplingParams, lora: Any) -> Prepared:
         """One that vLLM's own server has prepared, to be traced. ``params`` are its alone."""
@@ -173,12 +134,17 @@ class EngineClient:
         return prepared
 
     def prepare_plain(
-        self, prompt: Any, settings: Mapping[str, Any], limits: Limits | None = None, tenant: str = ""
+        self,
+        prompt: Any,
+        settings: Mapping[str, Any],
+        limits: Limits | None = None,
+        tenant: str = "",
+        later: bool = False,
     ) -> Prepared:
         """One without a block of its own, whose prompt may be longer than a step."""
         params = self._params(settings, tenant)
-        limits = limits or replace(self._limits, max_step_tokens=sys.maxsize)
-        given = as_prompt(prompt, lambda: self.tokenizer, limits)
+        limits = limits or self._plain_limits
+        given = {"prompt": prompt} if later else as_prompt(prompt, lambda: self.tokenizer, limits)
         return Prepared(given, params, settings.get("lora_request"), tenant)
 
     def _params(self, settings: Mapping[str, Any], tenant: str) -> SamplingParams:
@@ -201,9 +167,9 @@ class EngineClient:
         """The result of a request that did not run."""
         return Result([Outcome(error=error)])
 
-    def bring_home(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values as they leave the engine: ordinary tensors on the CPU."""
-        home = Home()
+    def bring_home(self, values: Mapping[str, Any], keep: bool = False) -> dict[str, Any]:
+        """Values as they leave the engine: ordinary tensors on the CPU, or with ``keep`` on the device."""
+        home = Home(keep=keep)
         return {name: home.bring(value, f"`{name}`") for name, value in values.items()}
 
     def _is_new(self, lora: LoRARequest | None) -> bool:
@@ -253,21 +219,36 @@ class Engine(EngineClient):
             raise no_tokenizer()
         return self.llm.get_tokenizer()
 
-    def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "") -> Prepared:
-        return self._with_adapter(super().prepare(prompt, settings, tenant))
+    def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "", later: bool = False) -> Prepared:
+        return self._with_adapter(super().prepare(prompt, settings, tenant, later))
+
+    def keeps(self, keep_on: str | None) -> bool:
+        """Whether values are to stay on the engine's device. Raises ``ArgumentError`` where they can't."""
+        if keep_on is None:
+            return False
+        if keep_on != "device":
+            raise ArgumentError(
+                f"keep_on={keep_on!r:.40}: it is 'device', or left out, and then values come home to the CPU"
+            )
+        if not isinstance(self._channel, Direct):
+            raise ArgumentError(
+                "keep_on='device': this model runs in worker processes, and what is on their devices can't be handed "
+                "to this process: leave it out, or load the model on one device and without engine='workers'"
+            )
+        return True
 
     def _with_adapter(self, prepared: Prepared) -> Prepared:
         if self._is_new(prepared.lora):
             self._fits(prepared.lora, self._channel.call("insitu_fit", prepared.lora))
         return prepared
 
-    def run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
+    def run(self, work: Sequence[tuple[Prepared, Job]], progress: bool = False) -> list[Result]:
         """Runs the jobs beside their prompts, all submitted together; returns when all have ended."""
         self._require_alive()
         with self._loop.turn:
-            return self._run(work)
+            return self._run(work, progress)
 
-    def _run(self, work: Sequence[tuple[Prepared, Job]]) -> list[Result]:
+    def _run(self, work: Sequence[tuple[Prepared, Job]], progress: bool) -> list[Result]:
         results: dict[str, Result] = {}
 
         def finished(outputs: Mapping[str, Any]) -> None:
@@ -281,7 +262,7 @@ class Engine(EngineClient):
         shipment: Shipment | None = self._channel.submit(jobs)
         given_up = shipment
         try:
-            self._drive([request_of(prepared, job) for prepared, job in work], finished)
+            self._drive([request_of(prepared, job) for prepared, job in work], finished, progress)
             given_up = None
         finally:
             lost = [job.id for job in jobs if job.id not in results]
@@ -291,23 +272,30 @@ class Engine(EngineClient):
         self._channel.settle(shipment)
         return [results.get(job.id) or self.refused(RequestError(ABORTED)) for job in jobs]
 
-    def _drive(self, requests: Sequence[Request], finished: Callable[[Mapping[str, Any]], None]) -> None:
+    def _drive(
+        self, requests: Sequence[Request], finished: Callable[[Mapping[str, Any]], None], progress: bool
+    ) -> None:
         try:
-            self._loop.run(requests, finished)
+            with advancing(len(requests), progress) as advance:
+                self._loop.run(requests, finished, advance)
         except FailedStepError as failure:
             self._failure = failure.__cause__
             self._channel.abandon()
             self._require_alive()
 
-    def generate(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
+    def generate(self, prompts: Sequence[Any], settings: Mapping[str, Any], progress: bool = False) -> list[Any]:
         """Plain requests; their outputs in the order of the prompts, once all have ended."""
-        work = [self._with_adapter(self.prepare_plain(prompt, settings)) for prompt in prompts]
+        several = len(prompts) > 1
+        work = [
+            self._with_adapter(self.prepare_plain(each, settings, later=several and is_text(each))) for each in prompts
+        ]
+        tokenise([one.prompt for one in work], lambda: self.tokenizer, self._plain_limits)
         requests = [Request(str(i), one.prompt, one.params, one.lora) for i, one in enumerate(work)]
         results: dict[str, Any] = {}
         self._require_alive()
         with self._loop.turn:
             self._require_alive()
-            self._drive(requests, results.update)
+            self._drive(requests, results.update, progress)
         if len(results) < len(requests):
             raise RequestError(ABORTED)
         return [results[request.job] for request in requests]
@@ -367,11 +355,6 @@ def no_tokenizer() -> EngineError:
 
 def _key(lora: LoRARequest) -> tuple[int, str]:
     return lora.lora_int_id, lora.lora_path
-
-
-def _without_outputs(saves: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the output itself, which would then hold itself."""
-    return {name: value for name, value in saves.items() if not isinstance(value, RequestOutput)}
 
 
 def request_of(prepared: Prepared, job: Job) -> Request:

@@ -12,7 +12,7 @@ from insitu.block import Block, RequestError, user_traceback
 from insitu.block.flow import exposed
 
 if TYPE_CHECKING:
-    from insitu.engine.client.engine import Prepared, Result
+    from insitu.engine.client.result import Prepared, Result
 
 
 @dataclass(eq=False)

@@ -60,8 +60,14 @@ class EngineLoop:
         core.add_request = _stamped(core.add_request, stamp)
         self._engine.has_unfinished_requests = lambda: bool(self._kept) or self._unfinished()
 
-    def run(self, requests: Sequence[Request], finished: Callable[[Mapping[str, Any]], None]) -> None:
-        """Submits the requests together and calls ``finished`` with those that end in a step: outputs by job.
+    def run(
+        self,
+        requests: Sequence[Request],
+        finished: Callable[[Mapping[str, Any]], None],
+        advance: Callable[[int], object],
+    ) -> None:
+        """Submits the requests together and calls ``finished`` with those that end in a step, outputs by job, and then
+        ``advance`` with how many that are.
 
         Whatever way this is left (an error, ``KeyboardInterrupt``), no request of ours stays behind.
         """
@@ -83,6 +89,7 @@ class EngineLoop:
                             ended[waiting.pop(output.request_id)] = output
                     if ended:
                         finished(ended)
+                        advance(len(ended))
                     check()
         finally:
             if waiting or len(internal) < len(requests):

@@ -123,21 +123,35 @@ class VLLM(BaseModel["Engine"]):
     # -- running blocks -------------------------------------------------------------------
 
     @user_lines
-    def trace(self, prompt: Any = MISSING, *, serve: str | None = None, **sampling: Any) -> Trace:
+    def trace(
+        self,
+        prompt: Any = MISSING,
+        *,
+        serve: str | None = None,
+        keep_on: Literal["device"] | None = None,
+        progress: bool = True,
+        **sampling: Any,
+    ) -> Trace:
         """A ``with`` statement whose body runs beside the forward of ``prompt``.
 
         ``prompt``: a string, token ids, a tokenizer's output, a vLLM prompt dictionary or a chat.
         Without one, the body opens ``tracer.invoke(prompt)`` for each of several. ``sampling``: the
         fields of vLLM's ``SamplingParams``, ``max_new_tokens`` (= ``max_tokens``) and
         ``lora_request``. ``serve``: the address of a server to run this trace at, as ``insitu.connect`` would.
+        ``keep_on="device"``: what is saved stays on the engine's device, as tensors that are the caller's alone; for
+        engines in this process. ``progress``: whether 100 requests or more show a bar, in a terminal or a notebook.
 
         Raises ``PromptError`` and ``ArgumentError`` before anything runs; an exception in the body
         is raised when the ``with`` statement is left, on the body's own line.
         """
         prompts = [] if prompt is MISSING else [prompt]
         if serve is not None:
+            if keep_on is not None:
+                raise ArgumentError(
+                    "keep_on: with `serve` values come from a server, whose device is another process's"
+                )
             return Trace(self._served(serve), None, prompts, sampling)
-        return Trace(self._running(), self._lock, prompts, sampling)
+        return Trace(self._running(), self._lock, prompts, sampling, keep_on, progress)
 
     def _served(self, url: str) -> Any:
         from insitu.engine.remote.engine import RemoteEngine
@@ -158,28 +172,38 @@ class VLLM(BaseModel["Engine"]):
     @overload
     def run(self, function: Callable[[Trace], T], prompt: Any, **sampling: Any) -> Any: ...
     @user_lines
-    def run(self, function: Callable[[Trace], Any], prompt: Any, **sampling: Any) -> Any:
+    def run(
+        self,
+        function: Callable[[Trace], Any],
+        prompt: Any,
+        *,
+        keep_on: Literal["device"] | None = None,
+        progress: bool = True,
+        **sampling: Any,
+    ) -> Any:
         """``function(tracer)`` as the block beside ``prompt``; returns what it returns.
 
         For a list of prompts (strings, lists of ids), a list of what it returned for each. Nothing
-        needs to be saved. Works where a block's source can't be found.
+        needs to be saved. Works where a block's source can't be found. ``keep_on`` and ``progress`` as for ``trace``.
         """
         several = are_several(prompt)
-        trace = Trace(self._running(), self._lock, prompt if several else [prompt], sampling)
+        prompts = prompt if several else [prompt]
+        trace = Trace(self._running(), self._lock, prompts, sampling, keep_on, progress)
         returned, error = trace.run_function(function)
         return returned_by(returned, error, several)
 
     @user_lines
-    def generate(self, prompts: Any, **sampling: Any) -> list[RequestOutput]:
+    def generate(self, prompts: Any, *, progress: bool = True, **sampling: Any) -> list[RequestOutput]:
         """Plain generation; one ``RequestOutput`` for each of ``prompts`` (one prompt, or a list of them).
 
         What installed edits saved is in ``output.saves``, by name, and for each sequence in the ``saves`` of
-        its completion. ``sampling`` is as for ``trace``. Raises what an edit raised beside one of the requests
-        once all have ended, an ``ExceptionGroup`` if that are several; each has ``.invoke``, the prompt's index.
+        its completion. ``sampling`` and ``progress`` are as for ``trace``. Raises what an edit raised beside one of
+        the requests once all have ended, an ``ExceptionGroup`` if that are several; each has ``.invoke``, the prompt's
+        index.
         """
         several = are_several(prompts)
         with self._lock:
-            outputs = self._running().generate(prompts if several else [prompts], sampling)
+            outputs = self._running().generate(prompts if several else [prompts], sampling, progress)
         error = merged_error(outputs, "requests")
         if error is not None:
             raise error

@@ -32,7 +32,8 @@ from insitu.engine.names import merged
 from insitu.tree import current
 
 if TYPE_CHECKING:
-    from insitu.engine.client.engine import EngineClient, Prepared, Result
+    from insitu.engine.client.engine import EngineClient
+    from insitu.engine.client.result import Prepared, Result
 
 Wave = list[tuple["Prepared", Job]]
 Bind = Callable[[Mapping[str, Any]], None]
@@ -63,11 +64,15 @@ class BaseTrace(Tracer):
     invokes, whose bodies are the blocks; all their requests are submitted together.
     """
 
-    def __init__(self, engine: EngineClient, prompts: Sequence[Any], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, engine: EngineClient, prompts: Sequence[Any], settings: Mapping[str, Any], keep: bool = False
+    ) -> None:
+        """``keep``: whether values stay on the engine's device."""
         refuse_in_block("a trace", "it")
         self._engine: EngineClient = engine
         self._settings = dict(settings)
-        self._prepared = [engine.prepare(prompt, settings) for prompt in prompts]
+        self._keep = keep
+        self._prepared = engine.prepare_all(prompts, settings)
         self._invocations: list[Invocation] | None = None
         self._invokes: list[Invoke] = []
         if not prompts:
@@ -88,7 +93,7 @@ class BaseTrace(Tracer):
                 "then `with tracer.invoke(prompt):`"
             )
         settings = merged(self._settings, sampling) if sampling else self._settings
-        one = Invoke(self._invocations, self._engine.prepare(prompt, settings))
+        one = Invoke(self._invocations, self._engine.prepare_early(prompt, settings))
         self._invokes.append(one)
         return one
 
@@ -103,12 +108,12 @@ class BaseTrace(Tracer):
     def plan_function(self, function: Callable[[Any], Any]) -> FunctionPlan:
         """``function(tracer)`` beside each prompt; returns what it returned for each, and the error if any."""
         block = FunctionBlock(function)
-        results = yield [(one, Job(_new_id(), block, tracer=self)) for one in self._prepared]
+        results = yield [(one, Job(_new_id(), block, tracer=self, keep=self._keep)) for one in self._prepared]
         error = results[0].error if len(results) == 1 else merged_error(results)
         return [result.returned for result in results], error
 
     def _plan_one(self, captured: Captured, bind: Bind) -> Plan:
-        job = Job(_new_id(), captured.block, captured.values, captured.module_name)
+        job = Job(_new_id(), captured.block, captured.values, captured.module_name, keep=self._keep)
         (result,) = yield [(self._prepared[0], job)]
         apart = captured.changed_apart()
         bind(result.saves)
@@ -122,6 +127,7 @@ class BaseTrace(Tracer):
             with saves.active():
                 block.execute(namespace)
             invocations = self._opened_invokes()
+            self._engine.complete([one.prepared for one in invocations])
         except BaseException as error:
             if isinstance(error, NameError):
                 hint_at_order(error, self._invocations)
@@ -133,7 +139,7 @@ class BaseTrace(Tracer):
             yield from self._plan_wave(wave, shared)
         own = saves.collect(namespace, block.binds)
         lost = block.lost(saves, namespace, own)
-        saved = {**merged_saves(invocations), **self._engine.bring_home(own)}
+        saved = {**merged_saves(invocations), **self._engine.bring_home(own, self._keep)}
         apart = captured.changed_apart()
         bind(saved)
         results = [one.result for one in invocations if one.result is not None]
@@ -162,9 +168,14 @@ class BaseTrace(Tracer):
                 one.result = self._engine.refused(hindrance)
             else:
                 ready.append(one)
-        results = (yield [(one.prepared, _job_of(one, shared)) for one in ready]) if ready else []
+        results = (yield [(one.prepared, self._job_of(one, shared)) for one in ready]) if ready else []
         for one, result in zip(ready, results, strict=True):
             one.result = result
+
+    def _job_of(self, one: Invocation, shared: frozenset[str]) -> Job:
+        job = Job(_new_id(), one.block, one.given, one.module_name, invoke=one.index, keep=self._keep)
+        job.exports, job.shared = frozenset(one.exports), shared
+        return job
 
 
 class Invoke(CapturedBody):
@@ -195,11 +206,6 @@ class Invoke(CapturedBody):
 def refuse_in_block(what: str, which: str) -> None:
     if current.get() is not None:
         raise ArgumentError(f"{what} can't be opened inside a block: open {which} after the one before has ended")
-
-
-def _job_of(one: Invocation, shared: frozenset[str]) -> Job:
-    exports = frozenset(one.exports)
-    return Job(_new_id(), one.block, one.given, one.module_name, exports=exports, shared=shared, invoke=one.index)
 
 
 _PROCESS, _NUMBERS = uuid.uuid4().hex, count()

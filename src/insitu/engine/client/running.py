@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from insitu.block import RequestError
 from insitu.engine.channel import Shipment
-from insitu.engine.client.engine import ABORTED, Prepared, Result, request_of
+from insitu.engine.client.engine import ABORTED, request_of
+from insitu.engine.client.result import Prepared, Result
 from insitu.engine.job import Job
 
 if TYPE_CHECKING:

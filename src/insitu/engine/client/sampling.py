@@ -41,6 +41,8 @@ _WORDS: dict[Any, str] = {
 _LARGEST = 2**63 - 1
 _LATER = {
     "serve": "it is for a whole trace of a sync model, `model.trace(prompt, serve=url)`",
+    "keep_on": "it is for a whole trace or run of a sync model whose engine is in this process",
+    "progress": "it is for a whole trace or run of a sync model; bars are shown by no other",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from insitu.block import CapturedBody, Site
@@ -13,8 +14,9 @@ from insitu.engine.client.plan import BaseTrace, Captured
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from insitu.engine.client.engine import Engine, Result
+    from insitu.engine.client.engine import Engine
     from insitu.engine.client.plan import Wave
+    from insitu.engine.client.result import Result
 
 
 class Trace(BaseTrace, CapturedBody):
@@ -25,11 +27,17 @@ class Trace(BaseTrace, CapturedBody):
     """
 
     def __init__(
-        self, engine: Engine, lock: threading.RLock | None, prompts: Sequence[Any], settings: Mapping[str, Any]
+        self,
+        engine: Engine,
+        lock: threading.RLock | None,
+        prompts: Sequence[Any],
+        settings: Mapping[str, Any],
+        keep_on: str | None = None,
+        progress: bool = False,
     ) -> None:
         """``lock``: held while it runs; None where the engine takes many traces at once."""
-        super().__init__(engine, prompts, settings)
-        self._submit = engine.run
+        super().__init__(engine, prompts, settings, keep_on is not None and engine.keeps(keep_on))
+        self._submit = partial(engine.run, progress=True) if progress else engine.run
         self._lock: AbstractContextManager[Any] = nullcontext() if lock is None else lock
 
     def run_block(self, site: Site) -> BaseException | None:

@@ -84,10 +84,18 @@ class RemoteEngine:
     def prepare(self, prompt: Any, settings: Mapping[str, Any]) -> Prompted:
         return Prompted(prompt, settings)
 
+    prepare_early = prepare
+
+    def prepare_all(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> list[Prompted]:
+        return [Prompted(prompt, settings) for prompt in prompts]
+
+    def complete(self, work: Sequence[Prompted]) -> None:
+        """The server finds the tokens."""
+
     def refused(self, error: BaseException) -> RemoteResult:
         return RemoteResult(error=error)
 
-    def bring_home(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def bring_home(self, values: Mapping[str, Any], keep: bool = False) -> dict[str, Any]:
         return dict(values)
 
     def run(self, work: Sequence[tuple[Any, Job]]) -> list[RemoteResult]:

@@ -19,7 +19,8 @@ import msgspec
 
 from insitu.block import ArgumentError, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
-from insitu.engine.client.engine import Result, request_of
+from insitu.engine.client.engine import request_of
+from insitu.engine.client.result import Result
 from insitu.engine.server import metrics
 from insitu.engine.server.access import Access, RefusedError, kept
 from insitu.engine.server.forms import job_of

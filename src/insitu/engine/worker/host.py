@@ -11,7 +11,7 @@ from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
 from insitu.engine.tag import Tag
 from insitu.engine.worker.cohorts import LEAST, Candidate, Cohort, Member, cohort_of, grouped
-from insitu.run import BlockRun, Interleaver, Outcome, Rows, outcome_of
+from insitu.run import BlockRun, Home, Interleaver, Outcome, Rows, outcome_of
 from insitu.tree import RESULT
 
 
@@ -117,7 +117,8 @@ class Host:
 
     def _send(self, lives: Iterable[_Live]) -> None:
         if self.interleaver.sender.in_use:
-            self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in lives])
+            going = [live for live in lives if not live.about.keep]
+            self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in going])
 
     def _outcome(self, live: _Live) -> Outcome:
         ran, about = live.execution, live.about
@@ -125,7 +126,8 @@ class Host:
             return ran.outcome()
         saved = ran.saved()
         lost = ran.lost({*saved, *about.exports, *about.shared}) if live.run.error is None else []
-        outcome = outcome_of(live.run, saved, ran.bound(about.exports), lost, self.interleaver.sender)
+        home = Home(keep=True) if about.keep else Home(self.interleaver.sender)
+        outcome = outcome_of(live.run, saved, ran.bound(about.exports), lost, home)
         if live.failed_beside:
             outcome.error = None  # it was cut short, because another block of its request had failed
         outcome.edit = live.edit
@@ -205,6 +207,7 @@ class Host:
     def _candidate(self, new: New) -> Candidate | None:
         job = self.jobs.get(new.tag.job or "")
         alone = job is None or new.tag.edits or self._hindrance(new) is not None
+        alone = alone or (job is not None and job.keep and self.interleaver.sender.in_use)
         return None if alone or job is None else Candidate(job, new.scheduled, new)
 
     def _join(self, cohort: Cohort, new: New) -> None:

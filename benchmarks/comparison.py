@@ -1,0 +1,125 @@
+"""A block beside many prompts, next to other ways to the same values, by turns and in the same run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.sweep import cases
+
+WORKS = {"one": "one place saved", "every": "every layer saved", "vectors": "a vector each"}
+BASE, OURS = "plain vLLM", "insitu"
+Seconds = dict[str, dict[str, list[float]]]
+
+
+class Peer:
+    """One of `benchmarks.peers` in a process of its own. `error`: why it can't run."""
+
+    def __init__(self, kind: str, python: str, folder: str, settings: Mapping[str, Any]) -> None:
+        self.error = ""
+        command = [python, str(Path(__file__).with_name("peers.py")), kind, folder, json.dumps(settings)]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError as error:
+            self.error = str(error)
+            return
+        self._hear()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "its process has ended"}
+        self.error = self.error or answer.get("error", "")
+        return answer
+
+    def run(self, work: str, prompts: list[list[int]]) -> dict[str, float]:
+        """Seconds by clock and of the processor; nothing if it failed."""
+        assert self._process.stdin is not None
+        if self.error:
+            return {}
+        print(json.dumps({"work": work, "prompts": prompts}), file=self._process.stdin, flush=True)
+        answer = self._hear()
+        return {} if self.error else answer
+
+    def close(self) -> None:
+        if hasattr(self, "_process"):
+            self._process.kill()
+            self._process.wait()
+
+
+def compared(model: Any, folder: str, peers: Mapping[str, str], settings: dict[str, Any], chosen: Any) -> list[dict]:
+    """Rows of work and system: seconds of `chosen.rounds` rounds of `chosen.prompts` prompts of `chosen.tokens` tokens.
+    `peers`: the interpreter of each kind."""
+    others = {BASE: Peer("vllm", sys.executable, folder, settings)}
+    others |= {_titled(kind): Peer(kind, python, folder, settings) for kind, python in peers.items()}
+    own = cases(model)
+    vocabulary = model.vllm_entrypoint.model_config.get_vocab_size()
+    rows: list[dict[str, Any]] = []
+    try:
+        for work, title in WORKS.items():
+            found: Seconds = {name: {"wall": [], "cpu": []} for name in (*others, OURS)}
+            for turn in range(chosen.rounds + 1):
+                for name in found:
+                    prompts = torch.randint(4, vocabulary - 4, (chosen.prompts, chosen.tokens)).tolist()
+                    run = own[title]
+                    took = timed(lambda run=run, given=prompts: run(given)) if name == OURS else {}
+                    took = took or others[name].run(work, prompts)
+                    for clock, seconds in took.items() if turn else ():
+                        found[name][clock].append(seconds)
+            rows += _rows(title, found, {name: other.error for name, other in others.items()})
+    finally:
+        for other in others.values():
+            other.close()
+    return rows
+
+
+def timed(run: Callable[[], object]) -> dict[str, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
+def _titled(kind: str) -> str:
+    return {"transformers": "transformers, forward hooks", "nnsight": "nnsight on transformers"}.get(kind, kind)
+
+
+def _rows(title: str, found: Seconds, errors: Mapping[str, str]) -> list[dict[str, Any]]:
+    rows = []
+    for name, seconds in found.items():
+        row: dict[str, Any] = {"work": title, "system": name, "seconds": seconds}
+        if not seconds["wall"] or not found[BASE]["wall"]:
+            row["error"] = errors.get(name) or f"{BASE}: {errors[BASE]}"
+        else:
+            for clock, values in seconds.items():
+                ratios = [base / value for base, value in zip(found[BASE][clock], values, strict=True)]
+                row[clock] = [statistics.median(values), min(values), max(values)]
+                row[f"{clock}_ratio"] = [statistics.median(ratios), min(ratios), max(ratios)]
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown. Speeds are to plain vLLM's in the same round: the median, and the least and largest."""
+    lines = ["| work | system | seconds | speed | processor seconds | speed |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        if "error" in row:
+            cells = [f"can't run: {' '.join(row['error'].split())[:160]}", "", "", ""]
+        else:
+            cells = [_spread(row[key]) for key in ("wall", "wall_ratio", "cpu", "cpu_ratio")]
+        lines.append(f"| {row['work']} | {row['system']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(values: list[float]) -> str:
+    middle, least, most = values
+    return f"{middle:.2f} ({least:.2f} to {most:.2f})"
