@@ -293,3 +293,18 @@ def test_what_there_is_not_is_refused_by_name() -> None:
         (name,) = beside
         with pytest.raises(insitu.ArgumentError, match=f"`pipeline_parallel_size`.*`{name}`"):
             insitu.VLLM("some/model", pipeline_parallel_size=2, dispatch=True, **beside)
+
+
+def test_a_loop_over_the_layers_of_both_stages_beside_stops_around_it(llama: Any) -> None:
+    stream = hf_stream("llama", ids_of("llama"))
+    with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
+        normed = llama.model.norm.output[0].save()
+        around = llama.source.self_model_0.output.save()
+    assert torch.equal(around, normed)
+    with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
+        outputs = [].save()
+        for _ in range(models.LAYERS):
+            llama.model.source.layer_0.inputs
+            outputs.append(llama.model.source.layer_0.output)
+    for (hidden, residual), wanted in zip(outputs, stream.resid_post, strict=True):
+        assert_close(hidden + residual, wanted)

@@ -294,7 +294,10 @@ class Interleaver(Alone):
         """What an operation called, once it is over: if it is a module, its places have gone by."""
         if isinstance(called, torch.nn.Module):
             path = self.modules.path_now(called, self._active)
-            self._reached = max(self._reached, self.order.position(Place(path or "", "output")))
+            self._note_left(Place(path or "", "output"))
+
+    def _note_left(self, output: Place) -> None:
+        self._reached = max(self._reached, self.order.position(output))
 
     def _beginning(self, leave: Place, function: Callable[..., Any]) -> Callable[..., Any]:
         try:

@@ -12,6 +12,7 @@ from insitu.run.interleaver import RowsOf
 from insitu.run.parallel import Shadow
 from insitu.run.parked import Told
 from insitu.run.served import map_tensors, rebuilt, shares_elements, storage_of, tensors_of
+from insitu.run.spanning import Spanning
 from insitu.run.stages import (
     Answer,
     Arrived,
@@ -44,15 +45,14 @@ class StageShadow(Shadow):
         self.refused = self.refused or error
 
 
-class StageFollower(Told):
+class StageFollower(Spanning, Told):
     """Does in its forward what the first stage's blocks wait for."""
 
     shadow = StageShadow
     windowed = frozenset({"insitu_collect", "insitu_operations"})
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
-        super().__init__(root, unembed, safe_ids)
-        self._link = link
+        super().__init__(root, unembed, safe_ids, link)
         self._device = next(root.parameters()).device
         self._shadows: dict[str, Any] = {}
         self._recorded: Recorded = {}
@@ -148,7 +148,8 @@ class StageFollower(Told):
     # -- one place ------------------------------------------------------------------------
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
-        if place.in_forward and self._link.stage not in self.stages.having(place):
+        foreign = place.in_forward and self._link.stage not in self.stages.having(place)
+        if foreign or self._is_handed_on(place):
             return live  # of a module of which each stage runs a part
         if place not in self._waiting and place not in self._recorded_places:
             return super()._serve_if_awaited(place, live)

@@ -17,6 +17,7 @@ from insitu.run.modules import ModuleTable
 from insitu.run.order import require_to_come
 from insitu.run.parked import Parked, Telling, note_parked
 from insitu.run.served import Rows, map_tensors, storage_of, tensors_of
+from insitu.run.spanning import Spanning
 from insitu.run.stages import (
     Answer,
     Arrived,
@@ -38,15 +39,14 @@ from insitu.tree import LOGITS, SAMPLES, Listing, Outline, Place, current
 Ended = tuple[frozenset[str], frozenset[str]]
 
 
-class StageLeader(Telling):
+class StageLeader(Spanning, Telling):
     """After its own part of a step it serves those that follow, each to the end of theirs."""
 
     leaves_ended_out = False  # before later stages know, who would wait for messages
     windowed = frozenset({"insitu_collect", "insitu_operations"})
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
-        super().__init__(root, unembed, safe_ids)
-        self._link = link
+        super().__init__(root, unembed, safe_ids, link)
         self._device = next(root.parameters()).device
         self._runs: dict[str, BlockRun] = {}
         self._news = Done()
@@ -237,7 +237,12 @@ class StageLeader(Telling):
             super()._wrap(path)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
-        return live if self._open and not self._is_own(place) else super()._serve_if_awaited(place, live)
+        foreign = not self._is_own(place) or self._is_handed_on(place)
+        return live if self._open and foreign else super()._serve_if_awaited(place, live)
+
+    def _note_left(self, output: Place) -> None:
+        if self._is_own(output):
+            super()._note_left(output)
 
     def _refuse_unreached(self) -> None:
         """Those that a later stage may still come to wait on."""
