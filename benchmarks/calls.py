@@ -17,6 +17,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from vllm import SamplingParams
@@ -25,6 +26,7 @@ import insitu
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 GREEDY = {"temperature": 0.0, "max_tokens": 1}
+STEPS = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 COUNTS = (16, 256, 1024)
 _SOURCE = str(Path(insitu.__file__).parent) + os.sep
 
@@ -55,7 +57,27 @@ def cases(model: Any) -> dict[str, Callable[[int], object]]:
                     c = layers[2].output[0].save()
                     d = layers[3].output[0].save()
 
-    return {"plain vLLM": plain, "one place, function": function, "one place, invokes": invokes, "four places": four}
+    def plain_steps(count: int) -> None:
+        prompts = [{"prompt_token_ids": PROMPT} for _ in range(count)]
+        llm.generate(prompts, SamplingParams(**STEPS, skip_reading_prefix_cache=True), use_tqdm=False)
+
+    def steered(count: int) -> None:
+        with model.trace(**STEPS) as tracer:
+            for vector in torch.ones(count, 128):
+                with tracer.invoke(PROMPT):
+                    for _ in tracer.iter[:]:
+                        model.resid_post[1][:] += vector
+
+    def read(count: int) -> None:
+        model.run(lambda tracer: [model.resid_post[1][-1] for _ in tracer.iter[:]], [PROMPT] * count, **STEPS)
+
+    steps = {"plain vLLM, 16 steps": plain_steps, "steered, 16 steps": steered, "read, 16 steps": read}
+    return steps | {
+        "plain vLLM": plain,
+        "one place, function": function,
+        "one place, invokes": invokes,
+        "four places": four,
+    }
 
 
 def calls_of(run: Callable[[], object]) -> Counter[str]:
@@ -98,8 +120,8 @@ def main() -> None:
         model.dispatch()
         for count in COUNTS:
             found = measured(model, count)
-            plain = found["plain vLLM"].total() / count
             for name, calls in found.items():
+                plain = found["plain vLLM, 16 steps" if "16 steps" in name else "plain vLLM"].total() / count
                 each = calls.total() / count
                 own = (calls.total() - calls[""]) / count
                 table.add_row(str(count), name, f"{each:.0f}", f"{each - plain:+.0f}", f"{own:.0f}")

@@ -171,7 +171,7 @@ def test_what_has_no_rule_runs_alone_and_only_once(llama: VLLM) -> None:
     assert same(sums, [llama.run(block, prompt, **GREEDY) for prompt in PROMPTS])
 
 
-def test_blocks_that_take_turns_each_run_alone(llama: VLLM) -> None:
+def test_blocks_that_take_turns(llama: VLLM) -> None:
     def work() -> Any:
         with llama.trace(**GREEDY) as tracer:
             for number, prompt in enumerate([*PROMPTS, *PROMPTS]):

@@ -19,6 +19,7 @@ from insitu.run.alone import Alone
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun, in_order
 from insitu.run.calls import Calls
+from insitu.run.kinds import ByRows, kind_of
 from insitu.run.modules import ModuleTable
 from insitu.run.ops import Operations, unbound
 from insitu.run.order import VisitOrder, require_to_come
@@ -26,7 +27,6 @@ from insitu.run.recorder import Recorder
 from insitu.run.sending import Sender
 from insitu.run.served import Rows, Served
 from insitu.run.skips import KeptRows
-from insitu.run.straight import ByRows, kind_of
 from insitu.run.torch_state import BlockState
 from insitu.run.watches import Watches
 from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
@@ -355,17 +355,10 @@ class Interleaver(Alone):
                     run.refuse(error)
                     self._park(run)
 
-    def enter(self, run: BlockRun) -> None:
-        """Starts a run between ``begin`` and ``open``."""
+    def resume(self, run: BlockRun) -> None:
+        """Starts a run whose request has ended, as far as it gets without another step."""
         with BlockState():
-            run.steps += 1
             run.start()
-            self._park(run)
-
-    def leave(self, run: BlockRun) -> None:
-        """Ends a run there, as if it had not begun."""
-        self._withdraw(run)
-        run.kill()
 
     def _withdraw(self, run: BlockRun) -> None:
         """Forgets where ``run`` waits."""

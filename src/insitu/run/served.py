@@ -18,20 +18,21 @@ import torch
 from insitu.block import LocationError, WriteError
 from insitu.run.memory import require_memory
 
-Index = slice | tuple[int | slice, ...]
+Index = slice | torch.Tensor | tuple[int | slice, ...]
 
 
 class Rows(NamedTuple):
     """The rows ``start:stop`` of one request in a batch of ``total`` rows.
 
-    ``batched``: a tensor may have a batch axis of one before its rows, and heads between the two. A block
-    sees it without the batch axis.
+    ``scattered``: those of several requests, where others lie between them. ``batched``: a tensor may have a batch
+    axis of one before its rows, and heads between the two. A block sees it without the batch axis.
     """
 
     start: int
     stop: int
     total: int
     batched: bool = False
+    scattered: torch.Tensor | None = None
 
     def of(self, tensor: torch.Tensor) -> Index | None:
         """The index of the request's rows in a tensor; None if it does not go by rows.
@@ -39,6 +40,8 @@ class Rows(NamedTuple):
         Raises ``LocationError`` if a batched one may go by rows on either of two axes, and it matters which.
         """
         mine = slice(self.start, self.stop)
+        if self.scattered is not None:
+            return self.scattered if tensor.dim() > 0 and tensor.shape[0] == self.total else None
         if self.batched and tensor.dim() > 1 and tensor.shape[0] == 1:
             by_heads = tensor.dim() == 4 and tensor.shape[2] == self.total
             if tensor.shape[1] == self.total:
@@ -97,7 +100,7 @@ class Leaf:
         self.compare = compare
         self.live = live
         self.rows = rows
-        self.private = (live if rows is None else live[rows]).clone() if private is None else private
+        self.private = _copied(live, rows) if private is None else private
         self.version = self.private._version
         self.replaced = False
         self.number = 0
@@ -231,14 +234,14 @@ class Served:
             if not apart and (leaf.edited is not None or not leaf.replaced):
                 self.touched.add(leaf.number)
             if leaf.edited is not None and not apart:
-                original[rows].copy_(leaf.edited)
+                _put(original, rows, leaf.edited)
             if (leaf.replaced or apart) and key not in copies:
                 replaced[key] = live.clone()
                 copies[id(replaced[key])] = live
                 live = replaced[key]
             elif key in copies and not leaf.replaced and not apart:
-                original[rows].copy_(leaf.private)
-            live[rows].copy_(leaf.private)
+                _put(original, rows, leaf.private)
+            _put(live, rows, leaf.private)
         if not replaced:
             return self.live
         return map_tensors(self.live, lambda tensor: replaced.get(id(tensor), tensor))
@@ -248,7 +251,7 @@ class Served:
         for leaf in self._leaves.values():
             if self._is_changed(leaf):
                 rows, live = self._writable(leaf, ids_below)
-                live[rows].copy_(leaf.private)
+                _put(live, rows, leaf.private)
 
     def _is_changed(self, leaf: Leaf) -> bool:
         if leaf.compare:
@@ -303,6 +306,18 @@ class Served:
         if new.is_floating_point() != old.is_floating_point() or new.is_complex() or new.dtype == torch.bool:
             raise WriteError(f"{self.what}{where} takes a {kind} tensor ({old.dtype}); got {new.dtype}")
         return new
+
+
+def _copied(live: torch.Tensor, rows: Index | None) -> torch.Tensor:
+    # Rows by number are a copy already.
+    return live[rows] if isinstance(rows, torch.Tensor) else (live if rows is None else live[rows]).clone()
+
+
+def _put(tensor: torch.Tensor, rows: Index, value: torch.Tensor) -> None:
+    if isinstance(rows, torch.Tensor):
+        tensor[rows] = value
+    else:
+        tensor[rows].copy_(value)
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:

@@ -7,66 +7,47 @@ then runs the block for itself. So nothing that a block may call is ever called 
 
 from __future__ import annotations
 
-import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import CellType, CodeType, FrameType, FunctionType
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
+from insitu.run import refusals
 from insitu.run.heads import ATTN_PATTERN
-from insitu.run.held import Held, NotStraightError, Shown, bare, codes, require_known
-from insitu.run.served import Rows, storage_of
+from insitu.run.held import Held, NotStraightError, bare
+from insitu.run.kinds import ByRows, Constant, is_plain, leaves
+from insitu.run.noted import Noted, Program, Ref, mapped
+from insitu.run.shown import BUILTINS
 from insitu.tree import LOGITS, SAMPLES, Place
-
-
-@dataclass(frozen=True)
-class ByRows:
-    """A tensor that goes by tokens, or by ``each`` request without an axis for tokens, as a request sees it."""
-
-    dims: int
-    each: bool = False
-
-
-@dataclass(frozen=True)
-class Step:
-    """``result = what(*args)``, of numbers of earlier results (``Sym``) and constants. ``line``: of the user's code."""
-
-    what: str
-    args: tuple[Any, ...]
-    result: Sym | None
-    line: tuple[CodeType, int]
-
-
-@dataclass
-class Program:
-    """Steps, and what is left in the end: what is to come home, by name, or what the function returned."""
-
-    steps: list[Step] = field(default_factory=list)
-    saves: Mapping[str, Any] = field(default_factory=dict)
-    returned: Any = None
-    lost: Sequence[Any] = ()
-    refused: bool = False
 
 
 class Sym:
     """Stands for a value. ``kind``: ``ByRows``, or a tuple, list or dict of kinds, as a place was seen to hold.
 
-    ``span``: which of the request's rows it has, if not all. ``base``, ``key``: what it is a part of.
+    ``span``: which of the request's rows it has, if not all. ``when``: in which step of its request it was read.
+    ``base``, ``key``: what it is a part of.
     """
 
-    __slots__ = ("__weakref__", "_base", "_captured", "_key", "_kind", "_place", "_recording", "_span")
+    __slots__ = (
+        "__weakref__", "_base", "_captured", "_key", "_kind", "_number", "_place", "_recording", "_span", "_when",
+    )  # fmt: skip
 
-    def __init__(self, recording: Recording, kind: Any, place: Place | None, span: Any = None) -> None:
+    def __init__(self, recording: Recording, kind: Any, place: Place | None, span: Any = None, when: int = 0) -> None:
         self._recording = recording
+        self._number = recording.count()
+        self._when = when
         self._kind = kind
         self._place = place
         self._span = span
         self._captured = False
         self._base: Sym | None = None
         self._key: Any = None
+
+    def __del__(self) -> None:
+        self._recording.let_go(self._number)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -88,7 +69,7 @@ class Sym:
             return recording.note("part", (self, key), part, self._place)
         if _is_all(key):
             return self
-        if kind.each or self._span is not None or not recording.fits(key, self._place):
+        if kind.each or self._span is not None or not recording.fits(key, self):
             raise recording.refused()
         one = type(key) is int
         part = recording.note(
@@ -135,8 +116,8 @@ def _binary(name: str, reflected: bool = False) -> Callable[[Sym, Any], Any]:
         left, right = (other, self) if reflected else (self, other)
         kind, span = self._recording.together(left, right)
         by_rows = [each for each in (left, right) if isinstance(each, Sym) and each._kind.each == kind.each]
-        place = next((each._place for each in by_rows if each._place is not None), None)
-        return self._recording.note(name, (bare(left), bare(right)), kind, place, span)
+        first = next((each for each in by_rows if each._place is not None), by_rows[0])
+        return self._recording.note(name, (bare(left), bare(right)), kind, first._place, span, first._when)
 
     return apply
 
@@ -155,16 +136,12 @@ for _name in ("add", "sub", "mul", "truediv"):
     setattr(Sym, f"__i{_name}__", _in_place(_name))
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A part of a place's value that is no tensor."""
-
-    value: Any
-
-
 class Recording:
     """The session of a block that is written down. ``kind_of``: what a place was seen to hold; ``place_of``: where a
-    standard name lies; ``shortest``: tokens of the shortest prompt."""
+    standard name lies; ``shortest``: tokens of the shortest prompt; ``length``: steps that requests are certain to
+    have. ``ends``: after so many steps they end; ``over``: whether that is so, or they may end before."""
+
+    step = 0
 
     def __init__(
         self,
@@ -172,13 +149,40 @@ class Recording:
         kind_of: Callable[[Place], Any],
         place_of: Callable[[str, int | None], Place],
         shortest: int,
+        ends: int,
+        length: int | None = None,
+        over: bool = False,
     ) -> None:
         self.owner = owner
         self.program = Program()
+        self.over = over
+        self.ends = ends
+        self.length = length
         self._kind_of = kind_of
         self._place_of = place_of
         self._shortest = shortest
-        self._parts: list[Sym] = []
+        self._at: Place | None = None
+        self._count = 0
+        self._closed = False
+        self._kept: list[Sym] = []
+        self._parts: dict[tuple[Place | None, int], list[weakref.ref[Sym]]] = {}
+
+    def count(self) -> int:
+        self._count += 1
+        return self._count
+
+    def let_go(self, number: int) -> None:
+        """The block holds the value no more."""
+        if not self._closed:
+            self.program.frees.setdefault(len(self.program.steps), []).append(number)
+
+    def keep(self, sym: Sym) -> None:
+        """A tensor of the caller's is not let go of."""
+        self._kept.append(sym)
+
+    def close(self) -> None:
+        """The block has ended: what it left is held from here on."""
+        self._closed = True
 
     def refused(self) -> NotStraightError:
         self.program.refused = True
@@ -189,24 +193,49 @@ class Recording:
 
     # -- the session ----------------------------------------------------------------------
 
+    @property
+    def seen(self) -> int:
+        return self.ends
+
+    def go_to(self, step: int) -> bool:
+        if step < self.step or (step == self.step and self._at is not None):
+            raise self.refused()
+        self.note("go_to", (step, step < self.ends), None, None)
+        self.step, self._at = step, None
+        return step < self.ends
+
+    def move_on(self) -> None:
+        self.note("move_on", (), None, None)
+        self.step, self._at = self.step + 1, None
+
+    def _arrive(self, place: Place) -> None:
+        self._at = place
+        if self.step >= self.ends:
+            raise refusals.ended(place, self.step, self.ends) if self.over else self.refused()
+
     def read(self, place: Place) -> Any:
         if place.op or not (place.in_forward or place in (LOGITS, SAMPLES)):
             raise self.refused()
+        self._arrive(place)
         return self.note("read", (place,), self._kind_of(place), place)
 
     def write(self, place: Place, value: Any) -> None:
         if place == SAMPLES:
             raise self.refused()
+        self._arrive(place)
         self._require_whole(value, self._kind_of(place))
         self.note("write", (place, value), None, place)
 
     def read_stream(self, name: str, layer: int | None) -> Any:
-        return self.note("stream", (name, layer), self._stream_kind(name, layer), self._place_of(name, layer))
+        kind, place = self._stream_kind(name, layer), self._place_of(name, layer)
+        self._arrive(place)
+        return self.note("stream", (name, layer), kind, place)
 
     def write_stream(self, name: str, layer: int | None, value: Any) -> None:
         self._require_whole(value, self._stream_kind(name, layer))
         place = self._place_of(name, layer)
-        if any(part._place == place for part in self._parts):
+        self._arrive(place)
+        if self._parts_at(place, self.step):
             raise self.refused()  # what it is a part of may change
         self.note("write_stream", (name, layer, value), None, place)
 
@@ -221,39 +250,66 @@ class Recording:
     def _require_whole(self, value: Any, kind: Any) -> None:
         if not isinstance(value, Sym) or value._kind != kind or value._span is not None or value._captured:
             raise self.refused()
+        if self._phase(value._when) != self._phase(self.step):
+            raise self.refused()
+
+    def _phase(self, step: int) -> int:
+        """Steps in which a request has as many rows have the same one: each but the first is of one token."""
+        return min(step, 1)
+
+    def _parts_at(self, place: Place | None, when: int) -> list[Sym]:
+        """What the block holds of the memory of what it read there."""
+        parts = [part for ref in self._parts.pop((place, when), ()) if (part := ref()) is not None]
+        if parts:
+            self._parts[place, when] = [weakref.ref(part) for part in parts]
+        return parts
 
     # -- steps ----------------------------------------------------------------------------
 
-    def note(self, what: str, args: tuple[Any, ...], kind: Any, place: Place | None, span: Any = None) -> Any:
+    def note(
+        self,
+        what: str,
+        args: tuple[Any, ...],
+        kind: Any,
+        place: Place | None,
+        span: Any = None,
+        when: int | None = None,
+    ) -> Any:
         if kind is None and what in ("read", "part"):
             raise self.refused()  # never seen, or no tensor that goes by tokens
-        result = None if what in _EFFECTS else Sym(self, kind, place, span)
+        if when is None:
+            when = args[0]._when if args and isinstance(args[0], Sym) else self.step
+        result = None if what in _EFFECTS else Sym(self, kind, place, span, when)
         if what in _METHODS or what == "rows":
             if args[0]._captured:
                 raise self.refused()
             if what != "clone" and result is not None:
-                self._parts.append(result)
+                self._parts.setdefault((place, when), []).append(weakref.ref(result))
         if len(self.program.steps) == MOST:
             raise self.refused()
-        self.program.steps.append(Step(what, args, result, _line(sys._getframe(1))))
+        if result is not None and what == "read":
+            self.program.kinds[result._number] = kind
+        named = None if result is None else Ref(result._number)
+        self.program.steps.append(Noted(what, mapped(args, Sym, ref_of), named, _line(sys._getframe(1))))
         return result
 
     def edit(self, target: Sym, what: str, value: Any) -> None:
         """``target`` changed in place. Other parts of the same memory would change with it, so there may be none."""
         if not isinstance(target._kind, ByRows) or target._captured:
             raise self.refused()
-        if any(part._place == target._place and (part is not target or part._base is None) for part in self._parts):
+        parts = self._parts_at(target._place, target._when)
+        if any(part is not target or part._base is None for part in parts):
             raise self.refused()
         if self.together(target, value) != (target._kind, target._span):
             raise self.refused()
         if target._place == SAMPLES:
             raise self.refused()
-        self.note("edit", (target, what, bare(value)), target._kind, target._place)
+        self.note("edit", (target, target._base, target._key, what, bare(value)), target._kind, target._place)
 
-    def fits(self, key: Any, place: Place | None) -> bool:
+    def fits(self, key: Any, value: Sym) -> bool:
         """Whether it picks rows, and does so of the shortest prompt too."""
         if type(key) is int:
-            shortest = 1 if place in _ONE_ROW else self._shortest
+            shortest = 1 if value._place in _ONE_ROW or value._when else self._shortest
             return -shortest <= key < shortest
         if isinstance(key, slice):
             forward = key.step is None or (type(key.step) is int and key.step > 0)
@@ -278,39 +334,21 @@ class Recording:
             elif type(value) not in (int, float, bool):
                 raise self.refused()
         rows = [value for value in (left, right) if isinstance(value, Sym) and not value._kind.each]
-        spans = {(value._span, value._place in _ONE_ROW) for value in rows}
+        spans = {(value._span, value._place in _ONE_ROW, self._phase(value._when)) for value in rows}
         if len(spans) > 1:
             raise self.refused()
         return whole, rows[0]._span if rows else None
 
 
-MOST = 100_000
+MOST = 20_000
 """Steps. Alone, a loop without end may end at a place that has gone by."""
-_EFFECTS = {"write", "write_stream", "edit"}
+_EFFECTS = {"write", "write_stream", "edit", "go_to", "move_on"}
 _ONE_ROW = (LOGITS, SAMPLES)
 _METHODS = {"clone", "detach", "float", "cpu", "contiguous"}
-_PLAIN = (int, float, bool, str, type(None), slice, range, torch.dtype)
-BUILTINS = {
-    "range": range, "len": len, "enumerate": enumerate, "zip": zip, "list": list, "tuple": tuple, "dict": dict,
-    "reversed": reversed, "int": int, "min": min, "max": max,
-}  # fmt: skip
 
 
-def is_plain(value: Any) -> bool:
-    """Whether it is a number, a text and the like, which is the same for all whoever holds it."""
-    return type(value) in _PLAIN
-
-
-def shown(value: Any, known: Callable[[Any], bool]) -> Any:
-    """What a block that is written down sees of one of its caller's values; ``known`` says which objects answer for
-    themselves there."""
-    if is_plain(value) or known(value):
-        return value
-    if type(value) in (list, tuple) and all(is_plain(part) or known(part) for part in value):
-        return Shown(value) if type(value) is list else value
-    if type(value) is torch.Tensor and not value.requires_grad and value.layout is torch.strided and not value.is_meta:
-        return Held(value)
-    raise NotStraightError
+def ref_of(sym: Sym) -> Ref:
+    return Ref(sym._number)
 
 
 def captured(recording: Recording, value: torch.Tensor) -> Sym:
@@ -320,40 +358,8 @@ def captured(recording: Recording, value: torch.Tensor) -> Sym:
     return sym
 
 
-def with_values(function: FunctionType, show: Callable[[Any], Any]) -> FunctionType:
-    """The function, with what it closes over and the globals that it names as ``show`` shows them."""
-    code = function.__code__
-    require_known(code, code.co_freevars)
-    cells = [CellType(show(cell.cell_contents)) for cell in function.__closure__ or ()]
-    names = {name for each in codes(code) for name in each.co_names if name in function.__globals__}
-    namespace = {"__builtins__": BUILTINS, **{name: show(function.__globals__[name]) for name in names}}
-    if function.__kwdefaults__ or function.__defaults__:
-        raise NotStraightError
-    return FunctionType(code, namespace, function.__name__, None, tuple(cells))
-
-
 def _is_all(key: Any) -> bool:
     return key is Ellipsis or (isinstance(key, slice) and key == slice(None))
-
-
-def leaves(kind: Any) -> list[Any]:
-    """The kinds of the tensors in a value; None for one that does not go by tokens."""
-    if isinstance(kind, Constant):
-        return []
-    if isinstance(kind, ByRows) or kind is None:
-        return [kind]
-    return [leaf for part in (kind.values() if isinstance(kind, dict) else kind) for leaf in leaves(part)]
-
-
-def kind_of(value: Any, rows: Rows, fixed: frozenset[int]) -> Any:
-    """What a place's value is like, of which a request has these rows; ``fixed`` as for ``Served``."""
-    if isinstance(value, torch.Tensor):
-        return None if storage_of(value) in fixed or rows.of(value) is None else ByRows(value.dim())
-    if type(value) in (tuple, list):
-        return type(value)(kind_of(part, rows, fixed) for part in value)
-    if type(value) is dict:
-        return {key: kind_of(part, rows, fixed) for key, part in value.items()}
-    return Constant(value) if is_plain(value) else None
 
 
 def can_come_home(value: Any, seen: set[int]) -> bool:
@@ -376,8 +382,3 @@ def _line(frame: FrameType | None) -> tuple[CodeType, int]:
         frame = frame.f_back
     assert frame is not None
     return frame.f_code, frame.f_lineno
-
-
-OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "neg": operator.neg,
-}  # fmt: skip

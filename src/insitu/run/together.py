@@ -8,148 +8,172 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from types import CodeType
 from typing import Any
 
 import torch
 
 from insitu.block import EngineError
-from insitu.run.straight import OPERATIONS, Constant, Program, Step, Sym
+from insitu.run.noted import OPERATIONS, Noted, Program, Ref, mapped
+from insitu.run.packed import Members, Packed, bare_tensors, changed, narrowed, packed
 from insitu.tree import LOGITS, SAMPLES, current
 
-_OTHER = "a place's value is of another kind than it was before: trace again"
-
-
-class OtherKindError(EngineError):
-    """A place's value is not like those that were seen there."""
-
-
-class Packed:
-    """Rows of all requests one after another, ``counts`` of each; None: one row for each, without an axis for it."""
-
-    __slots__ = ("counts", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> None:
-        self.tensor = tensor
-        self.counts = counts
-
-    def apart(self) -> list[Any]:
-        copies: Any = torch.unbind_copy if self.counts is None else torch.split_with_sizes_copy
-        return list(copies(self.tensor) if self.counts is None else copies(self.tensor, list(self.counts)))
+Again = Callable[[int], Program | None]
 
 
 class Together:
-    """A program beside requests. Called as a block is, in a run of its own whose rows are those of all; ``counts``
-    says how many each of the requests has, in the order of the batch. ``values`` are those of captured tensors,
-    one for each request, in the same order."""
+    """A program beside requests, its ``members``. Called as a block is, in a run of its own whose rows are those of
+    all; ``counts`` says how many each has in the step at hand, in the order of the batch. ``values`` are those of
+    captured tensors by their numbers, one for each request.
 
-    def __init__(self, program: Program, values: Mapping[Sym, Sequence[torch.Tensor]], text: Any) -> None:
+    ``again``: the program of requests that end after so many steps, before it is over; None if there is none.
+    ``stale``: says what the block had read of its caller's and was changed since, if anything was.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        members: Members,
+        values: Mapping[int, Sequence[torch.Tensor]],
+        again: Again,
+        stale: Callable[[], str | None],
+        text: Any,
+    ) -> None:
+        self.members = members
+        self.counts: Sequence[int] = ()
+        self.failed: BaseException | None = None
         self._program = program
         self._values = values
+        self._again = again
+        self._stale = stale
         self._text = text
         self._known: dict[int, Any] = {}
-        self._step: Step | None = None
-        self.counts: Sequence[int] = ()
-        self.order: Sequence[int] = ()
-        self.failed: BaseException | None = None
+        self._number = 0
+        self._step: Noted | None = None
         self._saves: dict[str, Any] = {}
         self._returned: Any = None
         self._parts: list[list[Any]] = []
+        self._at: dict[int, int] = {}
 
     def text(self) -> Any:
         return self._text
 
+    def parted(self, members: Members) -> Together:
+        """These members by themselves, to go on where all are; the others stay."""
+        other = Together(self._program, members, self._values, self._again, self._stale, self._text)
+        own: dict[int, Packed] = {}
+
+        def of(each: Packed) -> Packed:  # what is one here is one there; the tensors stay theirs
+            return own.setdefault(id(each), each.like(each.tensor))
+
+        other._known = {number: mapped(value, Packed, of) for number, value in self._known.items()}
+        other._number = self._number
+        self.go_on_without(members)
+        return other
+
+    def go_on_without(self, members: Members) -> None:
+        self.members, self.counts = tuple(each for each in self.members if each not in members), ()
+
     def __call__(self) -> None:
-        for step in self._program.steps:
-            self._step = step
+        program = self._program
+        while self._number < len(program.steps):
+            self._step = step = program.steps[self._number]
+            for number in program.frees.get(self._number, ()):
+                self._known.pop(number, None)
             value = self._done(step)
-            if step.result is not None:
-                self._known[id(step.result)] = value
+            if step.what == "go_to" and value is not step.args[1]:
+                program = self._ended_early(program)
+            elif step.result is not None:
+                self._known[step.result.number] = value
+            self._number += 1
         self._step = None
+        if program.error is not None:
+            raise program.error
         parts: dict[int, list[Any]] = {}
-        self._saves = {name: self._home(value, parts) for name, value in self._program.saves.items()}
-        self._returned = self._home(self._program.returned, parts)
+        self._at = {member: number for number, member in enumerate(self.members)}
+        self._saves = {name: self._home(value, parts) for name, value in program.saves.items()}
+        self._returned = self._home(program.returned, parts)
         self._known.clear()
         self._parts = list(parts.values())
 
+    def _ended_early(self, program: Program) -> Program:
+        """The requests are over before they had to be, or go on where they can't."""
+        session: Any = current.get()
+        found = None if session.in_step else self._again(session.seen)
+        if found is None or not found.begins_like(program, self._number + 1):
+            raise EngineError(
+                f"the block ran once for many requests, and can't be told what to do beside this one, which ended "
+                f"after {session.seen} steps: do what is done after the last step outside the block"
+            )
+        self._program = found
+        return found
+
     # -- steps ----------------------------------------------------------------------------
 
-    def _done(self, step: Step) -> Any:
+    def _done(self, step: Noted) -> Any:
         session: Any = current.get()
         match step.what, step.args:
+            case "go_to", (number, _):
+                began = session.go_to(number)
+                if began and (changed_since := self._stale()) is not None:
+                    raise EngineError(changed_since)
+                return began
+            case "move_on", ():
+                session.move_on()
             case "read", (place,):
-                value, counts = session.read(place), self.counts
+                value = session.read(place)
+                counts = [1] * len(self.members) if place in (LOGITS, SAMPLES) else self.counts
                 assert step.result is not None
-                return _packed(value, [1] * len(counts) if place in (LOGITS, SAMPLES) else counts, step.result._kind)
+                return packed(value, self.members, counts, self._program.kinds[step.result.number])
             case "stream", (name, layer):
-                return Packed(session.read_stream(name, layer), self.counts)
+                return Packed(session.read_stream(name, layer), self.members, self.counts)
             case "write", (place, value):
-                session.write(place, _bare(self._of(value)))
+                session.write(place, bare_tensors(self._of(value)))
             case "write_stream", (name, layer, value):
-                session.write_stream(name, layer, _bare(self._of(value)))
+                session.write_stream(name, layer, bare_tensors(self._of(value)))
             case "part", (value, key):
                 return self._of(value)[key]
             case "rows", (value, key):
-                return self._rows(self._of(value), key)
-            case "edit", (target, what, value):
-                self._edit(target, what, value)
+                return self._of(value).rows(key)
+            case "edit", (target, base, key, what, value):
+                part = self._of(target)
+                part.change(what, self._of(value))
+                if base is not None:  # of those that picking rows has copied
+                    self._of(base).set_rows(key, part)
             case "neg", (value,):
-                return Packed(-self._of(value).tensor, self._of(value).counts)
+                return self._of(value).like(-self._of(value).tensor)
             case name, (value,):
-                packed = self._of(value)
-                return Packed(getattr(packed.tensor, name)(), packed.counts)
+                rows = self._of(value)
+                return rows.like(getattr(rows.tensor, name)())
             case name, (left, right):
-                return self._binary(OPERATIONS[name], left, right)
+                return self._binary(OPERATIONS[name], self._of(left), self._of(right))
         return None
 
     def _of(self, value: Any) -> Any:
-        if not isinstance(value, Sym):
-            return value
-        if id(value) not in self._known:
-            mine = self._values[value]
-            self._known[id(value)] = Packed(torch.stack([mine[index] for index in self.order]), None)
-        return self._known[id(value)]
+        """What a value by number is, of those requests that are here."""
+        return mapped(value, Ref, lambda ref: narrowed(self._value(ref.number), self.members))
 
-    def _index(self, counts: Sequence[int], key: int | slice) -> tuple[list[int], list[int] | None]:
-        """Which packed rows ``key`` means in each request, and how many."""
-        starts = [0, *accumulate(counts)]
-        if isinstance(key, int):
-            return [start + key % count for start, count in zip(starts, counts, strict=False)], None
-        found = [range(count)[key] for count in counts]
-        rows = [start + row for start, part in zip(starts, found, strict=False) for row in part]
-        return rows, [len(part) for part in found]
-
-    def _rows(self, packed: Packed, key: int | slice) -> Packed:
-        assert packed.counts is not None
-        rows, counts = self._index(packed.counts, key)
-        return Packed(packed.tensor[torch.tensor(rows, dtype=torch.long, device=packed.tensor.device)], counts)
+    def _value(self, number: int) -> Any:
+        if number not in self._known:
+            mine = self._values[number]
+            self._known[number] = Packed(torch.stack([mine[each] for each in self.members]), self.members, None)
+        return self._known[number]
 
     def _binary(self, function: Callable[..., Any], left: Any, right: Any) -> Packed:
-        left, right = self._of(left), self._of(right)
-        packed = [value for value in (left, right) if isinstance(value, Packed)]
-        whole = max(packed, key=lambda value: (value.counts is not None, value.tensor.dim()))
-        return Packed(function(_beside(whole, left), _beside(whole, right)), whole.counts)
+        rows = [value for value in (left, right) if isinstance(value, Packed)]
+        whole = max(rows, key=lambda value: (value.counts is not None, value.tensor.dim()))
+        return whole.like(function(whole.beside(left), whole.beside(right)))
 
-    def _edit(self, target: Sym, what: str, value: Any) -> None:
-        packed, value = self._of(target), self._of(value)
-        value = _beside(packed, value)
-        _changed(packed.tensor, what, value)
-        if target._base is not None:  # of those that picking rows has copied
-            base = self._of(target._base)
-            rows, _ = self._index(base.counts, target._key)
-            base.tensor[torch.tensor(rows, dtype=torch.long, device=base.tensor.device)] = packed.tensor
-
-    def _failed_alone(self, number: int) -> None:
+    def _failed_alone(self, member: int) -> None:
         """Once more what has failed, on the rows of one request: the message may give a shape."""
 
         def own(value: Any) -> Any:
             value = self._of(value)
-            return value.apart()[number] if isinstance(value, Packed) else value
+            return value.apart()[self.members.index(member)] if isinstance(value, Packed) else value
 
         match self._step and (self._step.what, self._step.args):
-            case "edit", (target, what, value):
-                _changed(own(target), what, own(value))
+            case "edit", (target, _, _, what, value):
+                changed(own(target), what, own(value))
             case name, (left, right) if name in OPERATIONS:
                 OPERATIONS[name](own(left), own(right))
 
@@ -158,29 +182,32 @@ class Together:
     def _home(self, value: Any, parts: dict[int, list[Any]]) -> Any:
         """The value with each tensor in it taken apart."""
 
-        def apart(packed: Packed) -> _Each:
-            if id(packed.tensor) not in parts:
-                parts[id(packed.tensor)] = Packed(packed.tensor.cpu(), packed.counts).apart()
-            return _Each(parts[id(packed.tensor)])
+        def apart(each: Packed) -> _Each:
+            if id(each.tensor) not in parts:
+                parts[id(each.tensor)] = each.like(each.tensor.cpu()).apart()
+            return _Each(parts[id(each.tensor)])
 
-        return _mapped(value, Sym, lambda sym: _mapped(self._of(sym), Packed, apart))
+        return mapped(value, Ref, lambda ref: mapped(self._of(ref), Packed, apart))
 
-    def saves(self, number: int) -> dict[str, Any]:
-        """What the request has saved; ``number``: its place in the batch, among these."""
-        return {name: _picked(value, number) for name, value in self._saves.items()}
+    def saves(self, member: int) -> dict[str, Any]:
+        """What the request has saved."""
+        return {name: self._picked(value, member) for name, value in self._saves.items()}
 
-    def release(self, number: int) -> None:
+    def returned(self, member: int) -> Any:
+        return self._picked(self._returned, member)
+
+    def _picked(self, value: Any, member: int) -> Any:
+        return mapped(value, _Each, lambda each: each.tensors[self._at[member]])
+
+    def release(self, member: int) -> None:
         """What the request has left is taken: nothing holds it here."""
         for each in self._parts:
-            each[number] = None
+            each[self._at[member]] = None
 
-    def returned(self, number: int) -> Any:
-        return _picked(self._returned, number)
-
-    def error_like(self, error: BaseException, number: int) -> BaseException:
+    def error_like(self, error: BaseException, member: int) -> BaseException:
         """The error on the user's line, once more for one of the requests."""
         try:
-            self._failed_alone(number)
+            self._failed_alone(member)
         except Exception as alone:
             error = alone if type(alone) is type(error) else error
         try:
@@ -188,7 +215,7 @@ class Together:
         except Exception:
             own = error
         if self._step is None:
-            return own
+            return own.with_traceback(error.__traceback__)
         code, line = self._step.line
         return raised_at(own, code, line)
 
@@ -200,59 +227,6 @@ class _Each:
 
     def __init__(self, tensors: list[Any]) -> None:
         self.tensors = tensors
-
-
-def _mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """``value`` with what is of this kind in its lists, tuples and dicts converted."""
-    if type(value) is kind:
-        return convert(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(part, kind, convert) for part in value)
-    return {key: _mapped(part, kind, convert) for key, part in value.items()} if type(value) is dict else value
-
-
-def _picked(value: Any, number: int) -> Any:
-    return _mapped(value, _Each, lambda each: each.tensors[number])
-
-
-def _packed(value: Any, counts: Sequence[int], kind: Any) -> Any:
-    if isinstance(kind, Constant):
-        if (value is None) is not (kind.value is None):
-            raise OtherKindError(_OTHER)
-        return value
-    if isinstance(value, torch.Tensor):
-        if kind is not None and (value.dim() != kind.dims or value.shape[0] != sum(counts)):
-            raise OtherKindError(_OTHER)
-        return Packed(value, counts)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_packed(part, counts, kind[i]) for i, part in enumerate(value))
-    if isinstance(value, dict):
-        return {key: _packed(part, counts, kind[key]) for key, part in value.items()}
-    return value
-
-
-def _bare(value: Any) -> Any:
-    return _mapped(value, Packed, lambda packed: packed.tensor)
-
-
-def _beside(whole: Packed, value: Any) -> Any:
-    """The value such that an operation with the packed rows does to each what it would do alone."""
-    if not isinstance(value, Packed):
-        return value
-    tensor = value.tensor
-    missing = whole.tensor.dim() - tensor.dim()
-    if value.counts is None and whole.counts is not None:
-        # A request's own tensor has no axis for its rows.
-        counts = torch.tensor(whole.counts, device=tensor.device)
-        tensor = tensor.repeat_interleave(counts, 0, output_size=whole.tensor.shape[0])
-    return tensor.reshape(tensor.shape[0], *[1] * missing, *tensor.shape[1:]) if missing else tensor
-
-
-def _changed(tensor: torch.Tensor, what: str, value: Any) -> None:
-    if what == "copy":
-        tensor[...] = value
-    else:
-        getattr(tensor, f"__i{what}__")(value)
 
 
 def raised_at(error: BaseException, code: CodeType, line: int) -> BaseException:

@@ -75,11 +75,12 @@ class Adapter:
     def begin(self, scheduled: Any) -> None:
         """Takes in what vLLM's scheduler says of this step, and runs blocks up to where they wait."""
         self._admit(scheduled)
-        leaders = self.host.begin()
+        self.host.begin()
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
         self.waits_in_forward = False
         if self.runs:
             self.host.tell_left()
+            leaders = self.host.leaders(scheduled.num_scheduled_tokens)
             self.waits_in_forward = self.interleaver.begin(chain(chain.from_iterable(self.runs.values()), leaders))
             self.host.leave_out()
         else:
@@ -137,7 +138,12 @@ class Adapter:
                 tokens = scheduled.num_scheduled_tokens[new.req_id]
                 length, ids = _prompt_length(new), new.prompt_token_ids
                 about = New(new.req_id, tag, new.num_computed_tokens, tokens, length, ids, new.lora_request)
-                self.host.admit(about)
+                self.host.admit(about._replace(ends=self._most_steps(new)))
+
+    def _most_steps(self, new: Any) -> int:
+        """A bound on the steps of a request whose prompt is computed whole."""
+        room = self.runner.model_config.max_model_len - _prompt_length(new)
+        return max(1, min(new.sampling_params.max_tokens or room, room))
 
     def token_rows(self, order: Sequence[str], counts: Mapping[str, int], total: int) -> dict[Any, Rows]:
         """The runs' rows in a forward over ``total`` tokens, padding included."""
@@ -150,7 +156,7 @@ class Adapter:
             for run in self.runs.get(request, ()):
                 rows[run] = Rows(start, stop, total)
             start = stop
-        return self.host.settle(self.runs, rows)
+        return self.host.settle(rows)
 
     def request_rows(self, order: Sequence[str], total: int) -> dict[Any, Rows]:
         """The runs' rows where there is one for each request; the same object as before if they are the same."""
@@ -164,7 +170,7 @@ class Adapter:
                 self.runs,
                 {run: Rows(i, i + 1, total) for run, i in found},
             )
-        return self.host.settle(self.runs, known[2])
+        return self.host.settle(known[2])
 
     def order(self) -> Sequence[str]:
         """The requests of this step in the order of their rows, known once the forward begins."""

@@ -2,145 +2,50 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from insitu.block import Block, FunctionBlock, Lost, Saves
+from insitu.block import Block, FunctionBlock, Saves
+from insitu.engine.client.steps import StepLoop, Steps
+from insitu.engine.client.tracer import Tracer
 from insitu.engine.job import Job
-from insitu.run import BlockRun, Interleaver, Outcome, Rows
+from insitu.engine.worker.members import Cohort
+from insitu.run import Interleaver
 from insitu.run.held import Held, NotStraightError, Shown, require_known
-from insitu.run.straight import (
-    BUILTINS,
-    Program,
-    Recording,
-    Sym,
-    can_come_home,
-    captured,
-    is_plain,
-    shown,
-    with_values,
-)
-from insitu.run.together import OtherKindError, Together
-from insitu.tree import LayerStream, ModelPlaces, Node, current
+from insitu.run.kinds import is_plain
+from insitu.run.noted import Program, mapped
+from insitu.run.shown import BUILTINS, Outside, shown, with_values
+from insitu.run.straight import Recording, Sym, can_come_home, captured, ref_of
+from insitu.run.together import Together
+from insitu.tree import LayerStream, ModelPlaces, Node, current, session_for
 
 LEAST = 4
 """Fewer requests than so many each have a run of their own."""
 
 
-class Cohort:
-    """Requests whose blocks are run as one, beside the rows of all."""
-
-    def __init__(self, together: Together, leader: BlockRun, lost: Sequence[Lost], kinds: dict[Any, Any]) -> None:
-        self.together = together
-        self.leader = leader
-        self.lost = lost
-        self.members: list[Member] = []
-        self._kinds = kinds
-
-    def settle(self, rows: Mapping[Any, Rows]) -> Rows | None:
-        """The rows of all; None if there are others' between them."""
-        order = sorted(range(len(self.members)), key=lambda index: rows[self.members[index]].start)
-        mine = [rows[self.members[index]] for index in order]
-        if any(one.stop != other.start for one, other in pairwise(mine)):
-            return None
-        if not self.together.order:
-            self.together.order = order
-            self.together.counts = [self.members[index].rows for index in order]
-            for number, index in enumerate(order):
-                self.members[index].number = number
-        return mine[0]._replace(stop=mine[-1].stop)
-
-    def error(self, number: int) -> BaseException | None:
-        error = self.leader.error
-        if isinstance(error, OtherKindError):
-            self._kinds.update(dict.fromkeys(self._kinds))  # nothing is known for sure any more
-        return None if error is None else self.together.error_like(error, number)
-
-
-class Member:
-    """One request of a cohort, where a host has the run and the execution of its block."""
-
-    order = 0
-    started = True
-    stopping = False
-    skipping = False
-    names_source = False
-    waiting = None
-    recorders: Sequence[Any] = ()
-    wake = 0
-    drawn: ClassVar[Any] = deque[Any](maxlen=0)
-
-    __slots__ = ("__weakref__", "_error", "about", "beside", "cohort", "number", "request", "rows", "steps")
-
-    def __init__(self, cohort: Cohort, about: Any) -> None:
-        self.cohort = cohort
-        self.about = about
-        self.request: str = about.request
-        self.rows: int = about.scheduled
-        self.steps = 0
-        self.number = 0
-        self.beside: list[Any] = []
-        self._error: BaseException | None = None
-        cohort.members.append(self)
-
-    @property
-    def done(self) -> bool:
-        return self.cohort.leader.done
-
-    @property
-    def edited(self) -> bool:
-        return self.cohort.leader.edited
-
-    @property
-    def error(self) -> BaseException | None:
-        if self._error is None and self.cohort.leader.error is not None:
-            self._error = self.cohort.error(self.number)
-        return self._error
-
-    @property
-    def returned(self) -> Any:
-        return self.cohort.together.returned(self.number)
-
-    def refuse(self, error: BaseException) -> None:
-        if self.error is None:
-            self._error = error
-
-    throw = refuse
-
-    def kill(self) -> None:
-        self.let_go()
-
-    def let_go(self) -> None:
-        self.cohort.together.release(self.number)
-
-    def saved(self) -> dict[str, Any]:
-        return self.cohort.together.saves(self.number)
-
-    def outcome(self) -> Outcome:
-        error = self.error
-        lost = self.cohort.lost if error is None else ()
-        return Outcome(self.saved(), returned=self.returned, error=error, lost=lost)
-
-
 class Candidate(NamedTuple):
-    """A request that is about to begin, alone or in company."""
+    """A request that is about to begin, alone or in company, which has no more steps than ``ends``."""
 
     job: Job
     tokens: int
+    ends: int
     about: Any
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rest of its prompt is computed in the step in which it begins."""
+        return self.about.computed + self.about.scheduled >= self.about.prompt
 
 
 def grouped(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     """Those whose blocks may do the same, as far as their values tell that are not tensors."""
     groups: dict[Any, list[Candidate]] = {}
     for one in candidates:
-        groups.setdefault(_key(one.job), []).append(one)
+        groups.setdefault((_key(one.job), one.job.length), []).append(one)
     return list(groups.values())
 
 
@@ -148,63 +53,151 @@ def cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Call
     """One run for all of a group; None if its block does not do the same beside each of them. ``others``: whether
     there are other blocks, which may change the caller's tensors and lists while this one runs."""
     first = group[0].job
-    places = interleaver.anatomy
-    shortest = min(one.tokens for one in group)
-    recording = Recording(
-        first.owner, interleaver.kinds.get, lambda name, layer: places.stream(name, layer).place, shortest
-    )
-    own: dict[Sym, Sequence[torch.Tensor]] = {}
+    writing = _Writing(group, interleaver, others)
+    program = writing.written_down(max(one.ends for one in group))
+    if program is None or program.error is not None:
+        return None
+    begins = program.steps and program.steps[0].what in ("read", "stream")
+    takes_steps = any(step.what in _STEPS for step in program.steps)
+    if takes_steps and not all(one.is_whole for one in group):
+        return None  # a chunk of its prompt is a step, too
+    if not (begins or (takes_steps and program.steps[0].what in _STEPS)):
+        return None
+    everybody = tuple(range(len(group)))
+    stale = writing.stale if takes_steps else _never
+    text = first.execution().text()
+    together = Together(program, everybody, writing.own, writing.ended_after, stale, text)
+    return Cohort(together, interleaver, first.owner, program.lost)
 
-    def show(value: Any) -> Any:
+
+_STEPS = ("go_to", "move_on")
+
+
+class _Writing:
+    """Writes down what the block of a group does; several times, if requests end at different steps."""
+
+    def __init__(self, group: Sequence[Candidate], interleaver: Interleaver, others: Callable[[], bool]) -> None:
+        self.own: dict[int, Sequence[torch.Tensor]] = {}
+        self._group = group
+        self._interleaver = interleaver
+        self._others = others
+        self._after: dict[int, Program | None] = {}
+        self._seen: list[tuple[Any, Any]] = []
+
+    def ended_after(self, steps: int) -> Program | None:
+        if steps not in self._after:
+            self._after[steps] = self.written_down(steps, over=True)
+        return self._after[steps]
+
+    def written_down(self, ends: int, over: bool = False) -> Program | None:
+        first, places = self._group[0].job, self._interleaver.anatomy
+        recording = Recording(
+            first.owner,
+            self._interleaver.kinds.get,
+            lambda name, layer: places.stream(name, layer).place,
+            min(one.tokens for one in self._group),
+            ends,
+            first.length,
+            over,
+        )
+        program = recording.program
+        token = current.set(cast("Any", recording))
+        try:
+            self._write_down(first, recording)
+        except NotStraightError:
+            return None
+        except Exception as error:
+            program.error = error
+        finally:
+            recording.close()
+            current.reset(token)
+        return None if program.refused else program
+
+    def _write_down(self, job: Job, recording: Recording) -> None:
+        block, program = job.block, recording.program
+        if isinstance(block, FunctionBlock):
+            if type(block.fn) is not FunctionType:
+                raise NotStraightError
+            function = with_values(block.fn, self._show)
+            names = Outside(block.fn)
+            self._seen.append((names, names()))
+            returned = function(_StepsAlone())
+            program.returned = _at_home(recording, returned)
+            return
+        require_known(block.code)
+        saves = Saves()
+        values = {name: self._value_of(recording, name, value) for name, value in job.values.items()}
+        namespace = block.namespace(values, saves, "")
+        namespace.update(__builtins__=BUILTINS, __name__=job.module_name)
+        block.execute(namespace)
+        saved = saves.collect(namespace, block.binds)
+        home = {*saved, *job.shared}
+        if not saves.all_home(namespace, home):
+            raise NotStraightError  # whether it is lost depends on who else holds it
+        program.saves = {name: _at_home(recording, value) for name, value in saved.items()}
+        program.lost = block.lost(saves, namespace, home)
+
+    def _show(self, value: Any) -> Any:
+        if isinstance(value, Tracer):
+            return _StepsAlone()
         seen = shown(value, _answers)
-        if isinstance(seen, (Held, Shown)) and others():
-            raise NotStraightError
+        if isinstance(seen, (Held, Shown)):
+            if self._others():
+                raise NotStraightError
+            self._seen.append((value, _state(value)))
         return seen
 
-    def value_of(name: str, value: Any) -> Any:
-        if type(value) is torch.Tensor and any(one.job.values[name] is not value for one in group):
-            show(value)
+    def _value_of(self, recording: Recording, name: str, value: Any) -> Any:
+        if type(value) is torch.Tensor and any(one.job.values[name] is not value for one in self._group):
+            self._show(value)
             sym = captured(recording, value)
-            own[sym] = [one.job.values[name] for one in group]
+            mine = self.own[ref_of(sym).number] = [one.job.values[name] for one in self._group]
+            self._seen += [(each, _state(each)) for each in mine]
+            recording.keep(sym)
             return sym
-        return show(value)
+        return self._show(value)
 
-    token = current.set(cast("Any", recording))
-    try:
-        _write_down(first, show, value_of, recording.program)
-    except (NotStraightError, Exception):
-        return None
-    finally:
-        current.reset(token)
-    program = recording.program
-    left = [*program.saves.values(), program.returned]
-    begins = program.steps and program.steps[0].what in ("read", "stream")
-    if program.refused or not begins or not all(can_come_home(value, seen) for seen in [set[int]()] for value in left):
-        return None
-    together = Together(program, own, first.execution().text())
-    leader = BlockRun(together, interleaver, first.length)
-    leader.owner = first.owner
-    return Cohort(together, leader, program.lost, interleaver.kinds)
+    def stale(self) -> str | None:
+        """What is to be told if a value of the caller's is not what it was."""
+        if all(_state(value) == state for value, state in self._seen):
+            return None
+        return (
+            "a tensor, list or name that the block was given has changed since it began, and the block had been read "
+            "ahead with its old value: give each trace its own"
+        )
 
 
-def _write_down(job: Job, show: Any, value_of: Any, program: Program) -> None:
-    block = job.block
-    if isinstance(block, FunctionBlock):
-        if type(block.fn) is not FunctionType:
-            raise NotStraightError
-        function = with_values(block.fn, show)
-        program.returned = function(job.tracer)
-        return
-    require_known(block.code)
-    saves = Saves()
-    namespace = block.namespace({name: value_of(name, value) for name, value in job.values.items()}, saves, "")
-    namespace.update(__builtins__=BUILTINS, __name__=job.module_name)
-    block.execute(namespace)
-    program.saves = saves.collect(namespace, block.binds)
-    home = {*program.saves, *job.shared}
-    if not saves.all_home(namespace, home):
-        raise NotStraightError  # whether it is lost depends on who else holds it
-    program.lost = block.lost(saves, namespace, home)
+def _state(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value._version
+    return value() if isinstance(value, Outside) else tuple(map(id, value))
+
+
+def _never() -> None:
+    return None
+
+
+def _at_home(recording: Recording, value: Any) -> Any:
+    if not can_come_home(value, set()):
+        raise recording.refused()
+    return mapped(value, Sym, ref_of)
+
+
+class _StepsAlone:
+    """What a block that is written down sees of its tracer."""
+
+    @property
+    def iter(self) -> Steps:
+        return Steps()
+
+    def all(self) -> StepLoop:
+        return Steps()[:]
+
+    def next(self) -> None:
+        session_for("`tracer.next()`").move_on()
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotStraightError
 
 
 def _answers(value: Any) -> bool:

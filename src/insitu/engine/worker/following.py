@@ -53,10 +53,13 @@ class FollowingHost:
             self._live.setdefault(request, []).append(shadow)
             self._by_key.setdefault(key, []).append((request, shadow))
 
-    def begin(self) -> list[Shadow]:
+    def begin(self) -> None:
+        """Is done as requests are admitted."""
+
+    def leaders(self, scheduled: Mapping[str, int]) -> list[Shadow]:
         return []
 
-    def settle(self, runs: Any, rows: dict[Any, Rows]) -> dict[Any, Rows]:
+    def settle(self, rows: dict[Any, Rows]) -> dict[Any, Rows]:
         return rows
 
     def preempted(self, requests: Iterable[str]) -> None:

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
 from insitu.engine.tag import Tag
-from insitu.engine.worker.cohorts import LEAST, Candidate, Cohort, Member, cohort_of, grouped
+from insitu.engine.worker.cohorts import LEAST, Candidate, cohort_of, grouped
+from insitu.engine.worker.members import Cohort, Member
 from insitu.run import BlockRun, Home, Interleaver, Outcome, Rows, outcome_of
 from insitu.tree import RESULT
 
 
 class New(NamedTuple):
     """A request that appears in a step for the first time, with ``scheduled`` of the ``prompt`` tokens of its prompt
-    after ``computed``, whose ``ids`` are known unless it is given by embeddings, and its LoRA ``adapter``."""
+    after ``computed``, whose ``ids`` are known unless it is given by embeddings, and its LoRA ``adapter``. It has no
+    more steps than ``ends`` if its prompt is computed whole."""
 
     request: str
     tag: Tag
@@ -26,6 +28,7 @@ class New(NamedTuple):
     prompt: int = 0
     ids: Any = None
     adapter: Any = None
+    ends: int = 1
 
 
 @dataclass(eq=False)
@@ -79,6 +82,7 @@ class Host:
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
     _new: dict[str, New] = field(default_factory=dict)
     _cohorts: list[Cohort] = field(default_factory=list)
+    _in_step: list[Cohort] = field(default_factory=list)
     together: bool = True
     """Whether blocks that do the same may be run as one."""
     blocks_together: int = 0
@@ -102,6 +106,7 @@ class Host:
         """Ends the runs of the keys in ``results`` (of jobs, or of groups), each with its request's output, and
         forgets them."""
         outcomes: dict[str, list[Outcome]] = {}
+        self._finish_cohorts(results)
         for key, result in results.items():
             ending = self._by_key.get(key, ())
             failed = {live.request for live in ending for each in self._live[live.request] if each.run.error}
@@ -115,25 +120,36 @@ class Host:
         self._clear_if_idle()
         return outcomes
 
+    def _finish_cohorts(self, results: Mapping[str, Any]) -> None:
+        ending: dict[Cohort, list[Member]] = {}
+        for key in results:
+            for live in self._by_key.get(key, ()):
+                if isinstance(live.execution, Member) and not live.execution.done:
+                    ending.setdefault(live.execution.cohort, []).append(live.execution)
+        for cohort, members in ending.items():
+            (cohort if len(members) == len(cohort.members) else cohort.part(members)).finish(None)
+
     def _send(self, lives: Iterable[_Live]) -> None:
         if self.interleaver.sender.in_use:
             going = [live for live in lives if not live.about.keep]
             self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in going])
 
     def _outcome(self, live: _Live) -> Outcome:
-        ran, about = live.execution, live.about
-        if isinstance(ran, Member):
-            return ran.outcome()
-        saved = ran.saved()
-        lost = ran.lost({*saved, *about.exports, *about.shared}) if live.run.error is None else []
-        home = Home(keep=True) if about.keep else Home(self.interleaver.sender)
-        outcome = outcome_of(live.run, saved, ran.bound(about.exports), lost, home)
+        ran = live.execution
+        outcome = ran.outcome() if isinstance(ran, Member) else self._outcome_alone(live)
         if live.failed_beside:
             outcome.error = None  # it was cut short, because another block of its request had failed
         outcome.edit = live.edit
         if live.edit is not None and live.request != live.key:
             outcome.sequence = int(live.request.partition("_")[0])  # as vLLM names the sequences of a request
         return outcome
+
+    def _outcome_alone(self, live: _Live) -> Outcome:
+        ran, about = live.execution, live.about
+        saved = ran.saved()
+        lost = ran.lost({*saved, *about.exports, *about.shared}) if live.run.error is None else []
+        home = Home(keep=True) if about.keep else Home(self.interleaver.sender)
+        return outcome_of(live.run, saved, ran.bound(about.exports), lost, home)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Ends the runs of requests that are gone, without a result."""
@@ -152,6 +168,7 @@ class Host:
 
     def _clear_if_idle(self) -> None:
         if not self._by_key:
+            self._cohorts, self._in_step = [], []
             self.interleaver.forget()
 
     def _forget(self, key: str) -> None:
@@ -177,22 +194,31 @@ class Host:
         if new.request not in self._live:  # the V2 runner announces resumed requests once more
             self._new[new.request] = new
 
-    def begin(self) -> list[BlockRun]:
-        """Begins the runs of those that were admitted. Returns the runs that each stand for many."""
-        self._cohorts = []
-        if self._new:
-            candidates = [self._candidate(new) for new in self._new.values()] if self._may_be_together else []
-            for group in grouped(each for each in candidates if each is not None):
-                others = partial(self._has_others, group[0].job)
-                cohort = cohort_of(group, self.interleaver, others) if len(group) >= LEAST else None
-                if cohort is not None:
-                    self._cohorts.append(cohort)
-                    for one in group:
-                        self._join(cohort, self._new.pop(one.about.request))
-            for new in self._new.values():
-                self._begin_alone(new)
-            self._new.clear()
-        return [cohort.leader for cohort in self._cohorts]
+    def begin(self) -> None:
+        """Begins the runs of those that were admitted."""
+        if not self._new:
+            return
+        candidates = [self._candidate(new) for new in self._new.values()] if self._may_be_together else []
+        for group in grouped(each for each in candidates if each is not None):
+            others = partial(self._has_others, group[0].job)
+            cohort = cohort_of(group, self.interleaver, others) if len(group) >= LEAST else None
+            if cohort is not None:
+                self._cohorts.append(cohort)
+                for one in group:
+                    self._join(cohort, self._new.pop(one.about.request), one.job)
+        for new in self._new.values():
+            self._begin_alone(new)
+        self._new.clear()
+
+    def leaders(self, scheduled: Mapping[str, int]) -> list[BlockRun]:
+        """The runs in this step that each stand for many. Those of their requests that are not in it go on apart."""
+        for cohort in list(self._cohorts):
+            absent = cohort.absent(scheduled.keys())
+            if absent and len(absent) < len(cohort.members):
+                self._cohorts.append(cohort.part(absent))
+        self._cohorts = [cohort for cohort in self._cohorts if not cohort.leader.done]
+        self._in_step = [cohort for cohort in self._cohorts if not cohort.absent(scheduled.keys())]
+        return [cohort.leader for cohort in self._in_step]
 
     @property
     def _may_be_together(self) -> bool:
@@ -202,46 +228,38 @@ class Host:
         return self.together and len(self._new) >= LEAST and type(room) is Interleaver and not room.anatomy.batched
 
     def _has_others(self, job: Job) -> bool:
-        return bool(self.installed) or any(each.block != job.block for each in self.jobs.values())
+        installed = any(edit is not job for edit in self.installed.values())
+        return installed or any(each.block != job.block for each in self.jobs.values())
 
     def _candidate(self, new: New) -> Candidate | None:
-        job = self.jobs.get(new.tag.job or "")
-        alone = job is None or new.tag.edits or self._hindrance(new) is not None
-        alone = alone or (job is not None and job.keep and self.interleaver.sender.in_use)
-        return None if alone or job is None else Candidate(job, new.scheduled, new)
+        """If one block alone runs beside the request."""
+        tag = new.tag
+        if self._hindrance(new) is not None or (tag.job in self.jobs) + len(tag.edits) != 1:
+            return None
+        job = self.installed[tag.edits[0]] if tag.edits else self.jobs[tag.job or ""]
+        if job.keep and self.interleaver.sender.in_use:
+            return None
+        ends = new.ends if tag.whole else new.ends + _RESUMED
+        return Candidate(job, new.scheduled, ends, new)
 
-    def _join(self, cohort: Cohort, new: New) -> None:
-        assert new.tag.job is not None
+    def _join(self, cohort: Cohort, new: New, job: Job) -> None:
         member: Any = Member(cohort, new)
-        live = _Live(member, member, self.jobs[new.tag.job], new.request, new.tag.job, new.tag.whole)
+        tag = new.tag
+        edit = tag.edits[0] if tag.edits else None
+        key = tag.job if edit is None else tag.group
+        live = _Live(member, member, job, new.request, key or "", tag.whole, edit)
         self._live[new.request] = self._going[new.request] = [live]
         self._by_key.setdefault(live.key, []).append(live)
         self.blocks_together += 1
 
-    def settle(self, runs: dict[str, list[BlockRun]], rows: dict[Any, Rows]) -> dict[Any, Rows]:
-        """The rows of a step with those of its cohorts. One that has others' rows between its own comes apart."""
-        rows = dict(rows) if self._cohorts else rows
-        for cohort in list(self._cohorts):
-            found = cohort.settle(rows)
-            if found is not None:
-                rows[cohort.leader] = found
-                continue
-            self._cohorts.remove(cohort)
-            self.interleaver.leave(cohort.leader)
-            for member in cohort.members:
-                self._part(member, runs, rows)
+    def settle(self, rows: dict[Any, Rows]) -> dict[Any, Rows]:
+        """The rows of a step with those of its cohorts in place of their members'."""
+        if not self._in_step:
+            return rows
+        rows = dict(rows)
+        for cohort in self._in_step:
+            cohort.settle(rows)
         return rows
-
-    def _part(self, member: Any, runs: dict[str, list[BlockRun]], rows: dict[Any, Rows]) -> None:
-        (live,) = self._live[member.request]
-        begun = self._begun(live.about, live.key, member.about)
-        live.run, live.execution = begun.run, begun.execution
-        live.run.rows = member.rows
-        runs[member.request] = [live.run]
-        rows[live.run] = rows.pop(member)
-        self.blocks_together -= 1
-        self.blocks_alone += 1
-        self.interleaver.enter(live.run)
 
     def _begin_alone(self, new: New) -> None:
         """Begins the runs beside a request: those of its edits, in their order, and then its own."""
@@ -355,5 +373,7 @@ def _bears_preemption(live: _Live) -> bool:
     return not live.whole or (not run.edited and not run.recorders and (run.done or run.waiting == RESULT))
 
 
+_RESUMED = 64
+"""Further steps in which a request that may be preempted computes its tokens again."""
 _NOTHING = Job("", FunctionBlock(lambda tracer: None))
 """The block of a request that is refused."""

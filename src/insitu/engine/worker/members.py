@@ -1,0 +1,167 @@
+"""Requests whose blocks are run as one, and each of them as a host sees a run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+
+from insitu.block import Lost
+from insitu.run import BlockRun, Interleaver, Outcome, Rows
+from insitu.run.packed import OtherKindError
+from insitu.run.together import Together
+
+
+class Cohort:
+    """Requests that are in the same step of theirs, run as one beside the rows of all."""
+
+    def __init__(self, together: Together, interleaver: Interleaver, owner: object, lost: Sequence[Lost]) -> None:
+        self.together = together
+        self.lost = lost
+        self.members: dict[str, Member] = {}
+        self._interleaver = interleaver
+        self.leader = BlockRun(together, interleaver)
+        self.leader.owner = owner
+        self.leader.rows = _MANY
+
+    def join(self, member: Member) -> None:
+        member.cohort = self
+        self.members[member.request] = member
+
+    def part(self, leaving: Iterable[Member]) -> Cohort:
+        """These requests by themselves, to go on where all are: they are over, or not in a step that others are in."""
+        leaving = list(leaving)
+        numbers = {member.number for member in leaving}
+        order = tuple(number for number in self.together.members if number in numbers)
+        other = Cohort(self.together.parted(order), self._interleaver, self.leader.owner, self.lost)
+        other.leader.step, other.leader.steps = self.leader.step, self.leader.steps
+        other.leader.edited = self.leader.edited
+        for member in leaving:
+            del self.members[member.request]
+            other.join(member)
+        return other
+
+    def absent(self, scheduled: Set[str]) -> list[Member]:
+        """Those whose requests are not among these."""
+        if scheduled >= self.members.keys():
+            return []
+        return [member for request, member in self.members.items() if request not in scheduled]
+
+    def leave(self, member: Member) -> None:
+        """The request is of no concern any more."""
+        self.members.pop(member.request, None)
+        if not self.members:
+            self.leader.kill()
+        elif not self.leader.done:
+            self.together.go_on_without((member.number,))
+
+    def finish(self, result: Any) -> None:
+        """The requests of all have ended."""
+        if not self.leader.started:
+            self._interleaver.resume(self.leader)
+        self._interleaver.finish(self.leader, result)
+
+    def settle(self, rows: dict[Any, Rows]) -> None:
+        """The rows of all, in place of each one's."""
+        found = [(rows.pop(member), member.number) for member in self.members.values() if member in rows]
+        if len(found) != len(self.members):
+            return  # given by embeddings, of which none are computed here
+        found.sort()
+        mine = [each for each, _ in found]
+        counts = [each.stop - each.start for each in mine]
+        members = tuple(number for _, number in found)
+        if members != self.together.members:
+            self.together.members = members
+        self.together.counts = counts
+        whole = mine[0]._replace(stop=mine[-1].stop)
+        if any(one.stop != other.start for one, other in pairwise(mine)):
+            numbers = [row for each in mine for row in range(each.start, each.stop)]
+            device = next(self._interleaver.modules.root.parameters()).device
+            whole = whole._replace(scattered=torch.tensor(numbers, dtype=torch.long, device=device))
+        rows[self.leader] = whole
+
+    def error(self, number: int) -> BaseException | None:
+        error = self.leader.error
+        if isinstance(error, OtherKindError):
+            kinds = self._interleaver.kinds
+            kinds.update(dict.fromkeys(kinds))  # nothing is known for sure any more
+        return None if error is None else self.together.error_like(error, number)
+
+
+_MANY = 2
+"""Rows; how many more does not matter."""
+
+
+class Member:
+    """One request of a cohort, where a host has the run and the execution of its block. ``number``: among those that
+    have begun with it."""
+
+    order = 0
+    started = True
+    stopping = False
+    skipping = False
+    names_source = False
+    waiting = None
+    recorders: Sequence[Any] = ()
+    wake = 0
+    drawn: ClassVar[Any] = deque[Any](maxlen=0)
+
+    __slots__ = ("__weakref__", "_error", "about", "beside", "cohort", "number", "request", "rows", "steps")
+
+    def __init__(self, cohort: Cohort, about: Any) -> None:
+        self.cohort = cohort
+        self.about = about
+        self.request: str = about.request
+        self.rows: int = about.scheduled
+        self.steps = 0
+        self.number = len(cohort.members)
+        self.beside: list[Any] = []
+        self._error: BaseException | None = None
+        cohort.join(self)
+
+    @property
+    def done(self) -> bool:
+        return self._error is not None or self.cohort.leader.done
+
+    @property
+    def edited(self) -> bool:
+        return self.cohort.leader.edited
+
+    @property
+    def error(self) -> BaseException | None:
+        if self._error is None and self.cohort.leader.error is not None:
+            self._error = self.cohort.error(self.number)
+        return self._error
+
+    @property
+    def returned(self) -> Any:
+        return self.cohort.together.returned(self.number)
+
+    def refuse(self, error: BaseException) -> None:
+        if self.error is None:
+            self._error = error
+            self.cohort.leave(self)
+
+    def throw(self, error: BaseException) -> None:
+        if not self.done:
+            self.refuse(error)
+
+    def kill(self) -> None:
+        if not self.done:
+            self.cohort.leave(self)
+        self.let_go()
+
+    def let_go(self) -> None:
+        self.cohort.together.release(self.number)
+
+    def saved(self) -> dict[str, Any]:
+        return {} if self._error is not None else self.cohort.together.saves(self.number)
+
+    def outcome(self) -> Outcome:
+        error = self.error
+        if error is not None:
+            return Outcome({}, returned=None, error=error, lost=())
+        return Outcome(self.saved(), returned=self.returned, error=None, lost=self.cohort.lost)

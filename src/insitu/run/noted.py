@@ -1,0 +1,61 @@
+"""What is written down of a block: steps on values by number."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
+
+
+class Ref(NamedTuple):
+    """A value by its number."""
+
+    number: int
+
+
+class Noted(NamedTuple):
+    """``result = what(*args)``, of numbers of earlier results and constants. ``line``: of the user's code."""
+
+    what: str
+    args: tuple[Any, ...]
+    result: Ref | None
+    line: tuple[CodeType, int]
+
+
+@dataclass
+class Program:
+    """Steps, and what is left in the end: what is to come home, by name, or what the function returned.
+
+    ``frees``: the values that the block holds no more when it comes to a step. ``kinds``: those of places, by the
+    number of the value that was read there.
+    """
+
+    steps: list[Noted] = field(default_factory=list)
+    frees: dict[int, list[int]] = field(default_factory=dict)
+    kinds: dict[int, Any] = field(default_factory=dict)
+    saves: Mapping[str, Any] = field(default_factory=dict)
+    returned: Any = None
+    lost: Sequence[Any] = ()
+    refused: bool = False
+    error: Exception | None = None
+
+    def begins_like(self, other: Program, length: int) -> bool:
+        """Whether the first steps are the same, as far as numbers tell."""
+        mine, others = ([(each.what, each.result) for each in one.steps[:length]] for one in (self, other))
+        return len(mine) == length and mine == others
+
+
+def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """``value`` with what is of this kind in its lists, tuples and dicts converted."""
+    if type(value) is kind:
+        return convert(value)
+    if type(value) in (list, tuple):
+        return type(value)(mapped(part, kind, convert) for part in value)
+    return {key: mapped(part, kind, convert) for key, part in value.items()} if type(value) is dict else value
+
+
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "neg": operator.neg,
+}  # fmt: skip
