@@ -234,7 +234,7 @@ class Host:
     def _candidate(self, new: New) -> Candidate | None:
         """If one block alone runs beside the request."""
         tag = new.tag
-        if self._hindrance(new) is not None or (tag.job in self.jobs) + len(tag.edits) != 1:
+        if new.ids is None or self._hindrance(new) is not None or (tag.job in self.jobs) + len(tag.edits) != 1:
             return None
         job = self.installed[tag.edits[0]] if tag.edits else self.jobs[tag.job or ""]
         if job.keep and self.interleaver.sender.in_use:
