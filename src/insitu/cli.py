@@ -70,9 +70,12 @@ def _capture(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    from insitu.engine.server.serve import serve
+    from insitu.engine.server.plugin import require_known_server
 
     try:
+        require_known_server()
+        from insitu.engine.server.serve import serve
+
         serve(arguments)
     except InsituError as error:
         print(f"insitu serve: {error}", file=sys.stderr)

@@ -189,8 +189,11 @@ def test_a_killed_worker_is_an_error_for_all_and_an_unhealthy_server(monkeypatch
             thread.join(60)
         assert len(errors) == 4
         assert all("engine" in str(error) and "make a new one" in str(error) for error in errors), errors
-        with pytest.raises(OSError):
+        with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{server.url}/health", timeout=10)
+        with pytest.raises(insitu.EngineError, match="engine"):
+            model.run(each_step, PROMPT, **LONG)
+        server.process.wait(60)  # it ends by itself, so that whoever watches it starts it again
     finally:
         server.close()
 

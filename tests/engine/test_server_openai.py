@@ -150,6 +150,52 @@ def test_other_routes_refuse_a_form_by_name(server: Server, route: str, data: di
     assert f"{route} can't do a form" in json.load(caught.value)["error"]["message"]
 
 
+def test_a_form_s_key_written_with_an_escape_is_refused_too(server: Server) -> None:
+    body = json.dumps({"model": "tiny", "messages": CHAT, "max_tokens": 2, **beside(READ)})
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    escaped = body.replace('"insitu"', '"\\u0069nsitu"').encode()
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/messages", escaped, headers))
+    assert "can't do a form" in json.load(caught.value)["error"]["message"]
+
+
+def test_a_stop_text_ends_what_is_read_with_the_last_token(client: Any) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 12, "extra_body": beside(LAST), **GREEDY}
+    text = client.completions.create(**asked).choices[0].text
+    answer = client.completions.create(stop=[text[3:6]], **asked)
+    assert answer.choices[0].finish_reason == "stop"
+    wanted = answer.choices[0].insitu["saves"]["last"]
+    assert len(wanted) == answer.usage.completion_tokens < 12
+    *_, last = client.completions.create(stop=[text[3:6]], stream=True, **asked)
+    assert last.choices[0].insitu["saves"]["last"] == wanted
+
+
+def test_a_name_that_an_edit_saves_too_is_refused(client: Any, server: Server) -> None:
+    model = insitu.connect(server.url, KEY)
+    with model.edit("same") as (tracer, edit):
+        rows = model.resid_post[1][-1].save()
+    try:
+        status, error = refused(lambda: client.completions.create(prompt=PROMPT, extra_body=beside(READ), **GREEDY))
+    finally:
+        edit.clear()
+    assert (status, error["type"]) == (400, "ArgumentError")
+    assert "an edit saves 'rows' beside this request as well" in error["message"]
+
+
+def test_calls_that_fail_while_they_run_are_counted(client: Any, server: Server) -> None:
+    def failures() -> float:
+        with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return float(next(line for line in lines if 'trace_failures_total{kind="openai"}' in line).split()[-1])
+
+    wrong = beside({"do": "read", "at": "embed", "as": "x", "positions": [900]})
+    refused(lambda: client.completions.create(prompt=PROMPT, extra_body=wrong, **GREEDY))
+    before = failures()
+    with pytest.raises(openai.APIError, match="position 900"):
+        list(client.completions.create(prompt=PROMPT, stream=True, extra_body=wrong, **GREEDY))
+    assert failures() == before + 1
+
+
 def test_nothing_is_left_behind(server: Server) -> None:
     model = insitu.connect(server.url, KEY)
     assert model.in_flight() == 0

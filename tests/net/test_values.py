@@ -281,3 +281,17 @@ def test_a_client_needs_neither_torch_nor_numpy_for_plain_values() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{'x': [1, (2.5, {'a': b'c'})]}"
+
+
+def test_a_tensor_named_twice_is_one_and_a_large_one_stays_where_it_arrived() -> None:
+    large = torch.arange(5000.0)
+    reader = FrameReader()
+    (frame,) = reader.feed(encode_frame(encode_event(Saves(0, {"x": large, "y": large[:3]}, [large]))))
+    saved = decode_event(frame, arrays="torch")
+    assert isinstance(saved, Saves)
+    assert saved.returned[0] is saved.values["x"]
+    assert torch.equal(saved.values["x"], large)
+    start = torch.frombuffer(frame.whole, dtype=torch.uint8).data_ptr()
+    assert 0 <= saved.values["x"].data_ptr() - start < len(frame.whole)
+    assert not 0 <= saved.values["y"].data_ptr() - start < len(frame.whole)
+    saved.values["x"] += 1  # it can be written into

@@ -97,7 +97,7 @@ def encode_event(event: Event, *, everything: bool = False) -> Frame:
             header["changed"] = list(changed)
         case Failed(error, invoke):
             header |= {"error": failure_of(error, everything=everything), "invoke": invoke}
-    return Frame(header, encoder.tensors.data())
+    return Frame(header, encoder.tensors.pieces())
 
 
 def decode_event(frame: Frame, limits: WireLimits | None = None, arrays: Library = "numpy") -> Event:
@@ -105,7 +105,7 @@ def decode_event(frame: Frame, limits: WireLimits | None = None, arrays: Library
     header = frame.header
     kind = header.get("kind")
     try:
-        decoder = Decoder(TensorReader(frame.tensors, limits), limits, _resolve, arrays)
+        decoder = Decoder(TensorReader(frame.whole, limits), limits, _resolve, arrays)
         if kind == "progress":
             return Progress(*(_number(header[name]) for name in _COUNTS))
         if kind == "output":

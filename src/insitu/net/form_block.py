@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,6 +57,21 @@ class FormBlock:
                 _do(self._model, tracer, self._placed, seen, found, vectors)
             _require_reached(self._actions, seen)
         return {action.name: found.of(action) for action in self._actions if isinstance(action, Read)}
+
+    def within(self, read: Mapping[str, Any], steps: int) -> dict[str, Any]:
+        """What was read in so many steps: vLLM looks for stop texts when one more may have begun."""
+        found = dict(read)
+        for action in self._actions:
+            if isinstance(action, Read) and isinstance(found.get(action.name), list):
+                found[action.name] = found[action.name][: _count(action, steps)]
+        return found
+
+
+def _count(action: Action, steps: int) -> int:
+    """How many of so many steps an action is for."""
+    if isinstance(action.when, list):
+        return sum(step < steps for step in action.when)
+    return max(steps - 1, 0) if action.when == "generated" else steps
 
 
 class _Found:

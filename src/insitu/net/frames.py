@@ -25,16 +25,29 @@ _HEAD = struct.Struct("<4sIQ")
 _PIECE = 1 << 20
 
 
+Buffer = bytes | bytearray | memoryview
+
+
 class Frame(NamedTuple):
-    """One message: what its JSON says, and its part of tensors (``safetensors``, perhaps empty)."""
+    """One message: what its JSON says, and its part of tensors (``safetensors``, perhaps empty; of one that is to be
+    sent, perhaps in pieces)."""
 
     header: dict[str, Any]
-    tensors: memoryview | bytes = b""
+    tensors: Buffer | tuple[Buffer, ...] = b""
+
+    @property
+    def pieces(self) -> tuple[Buffer, ...]:
+        return self.tensors if isinstance(self.tensors, tuple) else (self.tensors,)
+
+    @property
+    def whole(self) -> Buffer:
+        """The part of tensors as it arrives."""
+        return b"".join(self.tensors) if isinstance(self.tensors, tuple) else self.tensors
 
 
 def encode_frame(frame: Frame) -> bytes:
     """The bytes of a message."""
-    return b"".join((*_heading(frame), frame.tensors))
+    return b"".join((*_heading(frame), *frame.pieces))
 
 
 def frame_parts(frame: Frame, limits: WireLimits | None = None) -> Iterator[bytes | memoryview]:
@@ -42,19 +55,24 @@ def frame_parts(frame: Frame, limits: WireLimits | None = None) -> Iterator[byte
     once for a message that is larger than a receiver takes."""
     limits = limits or WireLimits()
     head, header = _heading(frame)
-    tensors = memoryview(frame.tensors)
-    for what, size, limit in (("JSON", len(header), limits.header), ("tensors", len(tensors), limits.tensors)):
+    tensors = sum(map(len, frame.pieces))
+    for what, size, limit in (("JSON", len(header), limits.header), ("tensors", tensors, limits.tensors)):
         if size > limit:
             raise ArgumentError(
                 f"what this request has saved takes {size} bytes of {what}, and a message has at most {limit}: save "
                 f"less at once, and numbers as tensors"
             )
-    if len(tensors) <= _PIECE:
-        return iter((b"".join((head, header, tensors)),))
-    return chain((head + header,), (tensors[at : at + _PIECE] for at in range(0, len(tensors), _PIECE)))
+    if tensors <= _PIECE:
+        return iter((b"".join((head, header, *frame.pieces)),))
+    return chain((head + header,), chain.from_iterable(map(_cut, frame.pieces)))
 
 
-def decode_frame(data: bytes | bytearray | memoryview, limits: WireLimits | None = None) -> Frame:
+def _cut(piece: Buffer) -> Iterator[memoryview]:
+    view = memoryview(piece)
+    return (view[at : at + _PIECE] for at in range(0, len(view), _PIECE))
+
+
+def decode_frame(data: Buffer, limits: WireLimits | None = None) -> Frame:
     """The message that ``data`` is, all of it. Raises ``WireError``."""
     limits = limits or WireLimits()
     view = memoryview(data)
@@ -67,7 +85,7 @@ def decode_frame(data: bytes | bytearray | memoryview, limits: WireLimits | None
     return Frame(decode_json(view[_HEAD.size : start], limits), view[start:])
 
 
-def decode_json(data: bytes | memoryview, limits: WireLimits | None = None) -> dict[str, Any]:
+def decode_json(data: Buffer, limits: WireLimits | None = None) -> dict[str, Any]:
     """The JSON object that ``data`` is. Raises ``WireError``, for a key that comes twice as well."""
     limits = limits or WireLimits()
     if len(data) > limits.header:
@@ -88,34 +106,46 @@ class FrameReader:
 
     def __init__(self, limits: WireLimits | None = None) -> None:
         self._limits = limits or WireLimits()
-        self._waiting = bytearray()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._head, self._json, self._tensors = bytearray(), bytearray(), bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """The frames that are whole now. Raises ``WireError`` as soon as one can't be taken."""
-        self._waiting += data
-        while len(self._waiting) >= _HEAD.size:
-            size = _HEAD.size + sum(_lengths(self._waiting[: _HEAD.size], self._limits))
-            if len(self._waiting) < size:
+        rest = memoryview(data)
+        while True:
+            rest = _moved(rest, self._head, _HEAD.size)
+            if len(self._head) < _HEAD.size:
                 return
-            if len(self._waiting) == size:  # as it nearly always is: handed on, not copied
-                whole, self._waiting = self._waiting, bytearray()
-            else:
-                whole = self._waiting[:size]
-                del self._waiting[:size]
-            yield decode_frame(whole, self._limits)
+            header, tensors = _lengths(self._head, self._limits)
+            rest = _moved(rest, self._json, header)
+            rest = _moved(rest, self._tensors, tensors)
+            if len(self._json) < header or len(self._tensors) < tensors:
+                return
+            frame = Frame(decode_json(self._json, self._limits), memoryview(self._tensors))
+            self._begin()
+            yield frame
 
     def close(self) -> None:
         """Nothing more comes. Raises ``WireError`` if the last frame is not whole."""
-        if self._waiting:
+        if self._head:
             raise WireError("the connection ended in the middle of a frame")
+
+
+def _moved(rest: memoryview, part: bytearray, size: int) -> memoryview:
+    """What ``part`` lacks to ``size`` is moved into it; gives the rest."""
+    lacking = size - len(part)
+    part += rest[:lacking]
+    return rest[lacking:]
 
 
 def _heading(frame: Frame) -> tuple[bytes, bytes]:
     header = json.dumps(frame.header, separators=(",", ":"), allow_nan=False).encode()
-    return _HEAD.pack(_MAGIC, len(header), len(frame.tensors)), header
+    return _HEAD.pack(_MAGIC, len(header), sum(map(len, frame.pieces))), header
 
 
-def _lengths(head: bytes | bytearray | memoryview, limits: WireLimits) -> tuple[int, int]:
+def _lengths(head: Buffer, limits: WireLimits) -> tuple[int, int]:
     magic, header, tensors = _HEAD.unpack(head)
     if magic != _MAGIC:
         raise WireError("this is no frame of insitu's")

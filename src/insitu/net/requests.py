@@ -8,7 +8,7 @@ from typing import Any
 
 from insitu.net.decoding import Decoder
 from insitu.net.errors import WireError
-from insitu.net.frames import Frame
+from insitu.net.frames import Buffer, Frame
 from insitu.net.limits import WireLimits
 from insitu.net.refs import Ref
 from insitu.net.sources import CodeSource
@@ -58,7 +58,7 @@ class TraceRequest:
 
     invokes: Sequence[InvokeRequest]
     functions: Sequence[FunctionSource] = ()
-    tensors: bytes | memoryview = b""
+    tensors: Buffer = b""
     stream: bool = False
     """Whether each step's outputs are wanted as events, or the results alone."""
     kind: str = "trace"
@@ -101,7 +101,7 @@ class TraceRequest:
         made = cls(
             tuple(map(_invoke, invokes)),
             tuple(map(_function, functions)),
-            frame.tensors,
+            frame.whole,
             header["stream"],
             header["kind"],
         )

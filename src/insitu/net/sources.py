@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import warnings
 from collections.abc import Iterator
@@ -93,6 +94,7 @@ class CodeSource:
         return cls(texts[0], data["first"], texts[1], texts[2], data["text"], None if lines is None else tuple(lines))
 
 
+@functools.lru_cache(maxsize=256)  # it is parsed again, to tell whether it is the block's
 def block_source(block: Block) -> CodeSource:
     """The text of a block that was captured here."""
     text = _text_of(block)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from insitu.block import ArgumentError
 from insitu.net.errors import WireError
-from insitu.net.frames import decode_json
+from insitu.net.frames import Buffer, decode_json
 from insitu.net.limits import WireLimits
 
 __all__ = ["Library", "TensorReader", "TensorWriter", "is_array", "is_tensor"]
@@ -76,8 +76,12 @@ class TensorWriter:
 
     def data(self) -> bytes:
         """All of them, as a file of ``safetensors`` has them; nothing if there are none."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> tuple[bytes | memoryview, ...]:
+        """The same, uncopied: what was added must stay as it is until they are sent."""
         if not self._parts:
-            return b""
+            return ()
         header: dict[str, Any] = {}
         at = 0
         for number, (code, shape, raw) in enumerate(self._parts):
@@ -85,7 +89,7 @@ class TensorWriter:
             at += raw.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        return b"".join((_LENGTH.pack(len(text)), text, *(raw for _, _, raw in self._parts)))
+        return _LENGTH.pack(len(text)) + text, *(raw for _, _, raw in self._parts)
 
 
 class TensorReader:
@@ -95,14 +99,14 @@ class TensorReader:
     bfloat16 and float8 that it lacks become float32, which holds each of their values exactly.
     """
 
-    def __init__(
-        self, data: bytes | memoryview, limits: WireLimits | None = None, library: Library | None = None
-    ) -> None:
+    def __init__(self, data: Buffer, limits: WireLimits | None = None, library: Library | None = None) -> None:
         limits = limits or WireLimits()
         if len(data) > limits.tensors:
             raise WireError(f"{len(data)} bytes of tensors are more than the {limits.tensors} taken", "too-large")
-        self._library = library
+        self._library: Library | None = library
         self._entries: dict[int, tuple[str, tuple[int, ...], memoryview]] = {}
+        self._made: dict[tuple[int, Library], Any] = {}
+        self._large = max(len(data) // 2, 1)
         if not data:
             return
         view = memoryview(data)
@@ -145,14 +149,17 @@ class TensorReader:
         return len(self._entries)
 
     def get(self, number: Any, library: Library | None = None) -> Any:
-        """A tensor or array of its own memory. Raises ``WireError`` if there is none of that number."""
+        """A tensor or array of its own memory, the same one each time. Raises ``WireError`` if there is none of that
+        number. One that is most of a message which can be written into is left where it arrived."""
         entry = self._entries.get(number) if type(number) is int else None
         if entry is None:
             raise WireError(f"there is no tensor {number!r:.20}")
-        wanted = library or self._library
-        if wanted is None:
-            wanted = "torch" if _has_torch() else "numpy"
-        return _to_torch(*entry) if wanted == "torch" else _to_numpy(*entry)
+        wanted = library or self._library or _installed()
+        if (number, wanted) not in self._made:
+            code, shape, raw = entry
+            held = raw if len(raw) >= self._large and not raw.readonly else memoryview(bytearray(raw))
+            self._made[number, wanted] = (_to_torch if wanted == "torch" else _to_numpy)(code, shape, held)
+        return self._made[number, wanted]
 
 
 def _are_sizes(value: Any) -> bool:
@@ -164,12 +171,12 @@ def _spans(shape: list[int]) -> int:
     return math.prod(max(size, 1) for size in shape)
 
 
-def _has_torch() -> bool:
+def _installed() -> Library:
     try:
         import torch  # noqa: F401
     except ImportError:
-        return False
-    return True
+        return "numpy"
+    return "torch"
 
 
 def _torch_part(value: Any, what: str) -> tuple[str, list[int], memoryview]:
@@ -195,6 +202,7 @@ def _numpy_part(value: Any, what: str) -> tuple[str, list[int], memoryview]:
 
 
 def _to_torch(code: str, shape: tuple[int, ...], raw: memoryview) -> Any:
+    """In the memory of ``raw``."""
     import torch
 
     name = _DTYPES[code].name
@@ -202,8 +210,9 @@ def _to_torch(code: str, shape: tuple[int, ...], raw: memoryview) -> Any:
     if not raw.nbytes:
         return torch.zeros(shape, dtype=dtype)
     if name == "bool":
-        return (torch.frombuffer(bytearray(raw), dtype=torch.uint8) != 0).reshape(shape)
-    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+        return (torch.frombuffer(raw, dtype=torch.uint8) != 0).reshape(shape)
+    made = torch.frombuffer(raw, dtype=dtype).reshape(shape)
+    return made if made.data_ptr() % dtype.itemsize == 0 else made.clone()
 
 
 def _to_numpy(code: str, shape: tuple[int, ...], raw: memoryview) -> Any:
@@ -220,7 +229,8 @@ def _to_numpy(code: str, shape: tuple[int, ...], raw: memoryview) -> Any:
     if name.startswith("float8"):
         table = numpy.array([_float8(byte, name) for byte in range(256)], numpy.float32)
         return table[numpy.frombuffer(raw, numpy.uint8)].reshape(shape)
-    return numpy.frombuffer(raw, numpy.dtype(name).newbyteorder("<")).astype(name).reshape(shape)
+    made = numpy.frombuffer(raw, numpy.dtype(name).newbyteorder("<"))
+    return made.astype(name, copy=not made.flags.aligned).reshape(shape)
 
 
 def _float8(byte: int, name: str) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
-from http.client import HTTPException
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlencode
 
 from insitu.block import ArgumentError, EngineError, InsituError, errors
+from insitu.engine.remote.connections import Connections
 from insitu.net import CONTENT_TYPE, Frame, FrameReader
 
 _PREFIX = "/insitu/v1"
@@ -26,7 +26,7 @@ class Http:
         if not str(url).startswith(("http://", "https://")):
             raise ArgumentError(f"the address of a server begins with http:// or https://; got {url!r:.60}")
         self.url = url.rstrip("/")
-        self._timeout = timeout
+        self._connections = Connections(self.url, timeout)
         key = os.environ.get("INSITU_API_KEY") if api_key is None else api_key
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
@@ -35,7 +35,7 @@ class Http:
         for attempt in range(_TRIES):
             try:
                 return self._json("GET", route, query=query)
-            except (ConnectionError, TimeoutError, HTTPException) as error:
+            except (OSError, HTTPException) as error:
                 if attempt == _TRIES - 1:
                     raise self._unreachable(error) from None
                 time.sleep(_PAUSE * 2**attempt)
@@ -47,7 +47,7 @@ class Http:
         """The JSON that something is answered with. Sent once."""
         try:
             return self._json(method, route, body, kind, query)
-        except (ConnectionError, TimeoutError, HTTPException) as error:
+        except (OSError, HTTPException) as error:
             raise self._unreachable(error) from None
 
     def _json(
@@ -58,34 +58,27 @@ class Http:
         kind: str = "application/json",
         query: Mapping[str, str] | None = None,
     ) -> Any:
-        url = self._at(route) + (f"?{urlencode(query)}" if query else "")
-        headers = {**self._headers, "Content-Type": kind}
-        with self._opened(urllib.request.Request(url, body, headers, method=method)) as answer:
+        with self._answered(method, route + (f"?{urlencode(query)}" if query else ""), body, kind) as answer:
             return json.load(answer)
 
     def post(self, route: str, body: bytes) -> Iterator[Frame]:
         """The frames of the answer as they come. Sent once: it can't be known how far a trace came."""
-        headers = {**self._headers, "Content-Type": CONTENT_TYPE}
         reader = FrameReader()
         try:
-            with self._opened(urllib.request.Request(self._at(route), body, headers)) as answer:
+            with self._answered("POST", route, body, CONTENT_TYPE) as answer:
                 while part := answer.read1(1 << 20):
                     yield from reader.feed(part)
-        except (ConnectionError, TimeoutError, HTTPException) as error:
+        except (OSError, HTTPException) as error:
             raise self._unreachable(error) from None
         reader.close()
 
-    def _at(self, route: str) -> str:
-        return f"{self.url}{_PREFIX}/{route}"
-
-    def _opened(self, request: urllib.request.Request) -> Any:
-        try:
-            return urllib.request.urlopen(request, timeout=self._timeout)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refused(error.code, error.read(10_000)) from None
-        except urllib.error.URLError as error:
-            raise ConnectionError(str(error.reason)) from None
+    @contextmanager
+    def _answered(self, method: str, route: str, body: bytes | None, kind: str) -> Iterator[HTTPResponse]:
+        headers = {**self._headers, "Content-Type": kind}
+        with self._connections.answer(method, f"{_PREFIX}/{route}", body, headers) as answer:
+            if answer.status >= 300:
+                raise self._refused(answer.status, answer.read(10_000))
+            yield answer
 
     def _refused(self, status: int, body: bytes) -> InsituError:
         """Of the class that the server names."""

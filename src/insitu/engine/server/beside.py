@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, aclosing
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from vllm.sampling_params import RequestOutputKind
 
 from insitu.block import ArgumentError, InsituError
 from insitu.engine.client.async_model import AsyncVLLM
@@ -23,7 +25,7 @@ from insitu.engine.client.engine import request_of
 from insitu.engine.client.result import Result
 from insitu.engine.server import metrics
 from insitu.engine.server.access import Access, RefusedError, kept
-from insitu.engine.server.forms import job_of
+from insitu.engine.server.forms import beside_edits, job_of
 from insitu.engine.server.plain import as_json
 from insitu.engine.tag import ASKED, without_tag
 from insitu.guard import GuardLimits
@@ -56,6 +58,8 @@ class Beside:
 
     block: FormBlock | None = None
     edits: list[str] | None = None
+    asked: bool = False
+    """Whether the call has the field, and so is counted."""
     told: bool = True
     """Whether its answer has a place for what is left."""
     held: ExitStack = field(default_factory=ExitStack)
@@ -71,11 +75,15 @@ class Beside:
             return
         try:
             for one in output.outputs:
-                saves = {**vars(one).get("saves", {}), **read.get(one.index, {})}
+                saves = beside_edits(vars(one).get("saves", {}), read.get(one.index, {}))
                 metrics.saved(saves)
                 self.left[number][one.index] = {name: as_json(each, f"`{name}`") for name, each in saves.items()}
         except ArgumentError as error:
             self.error = self.error or error
+
+    def count_failure(self) -> None:
+        if self.asked:
+            metrics.FAILURES.labels("openai").inc()
 
     def choices(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """The index of each choice and what was saved beside it."""
@@ -123,8 +131,13 @@ class BesideOpenAI:
             metrics.FAILURES.labels("openai").inc()
             return _refusal(handler, error)
         with beside.held as held:
-            answer = await self._run(create, request, raw_request, beside)
+            try:
+                answer = await self._run(create, request, raw_request, beside)
+            except Exception:
+                beside.count_failure()
+                raise
             if beside.error is not None:
+                beside.count_failure()
                 return _refusal(handler, beside.error)
             if hasattr(answer, "__aiter__"):
                 return kept(_streamed(handler, answer, beside), held.pop_all())
@@ -155,12 +168,12 @@ class BesideOpenAI:
         self._engine.installed.chosen(found.edits)
         metrics.TRACES.labels("openai").inc()
         if found.actions is None:
-            return Beside(edits=found.edits, told=not request.use_beam_search)
+            return Beside(edits=found.edits, asked=True, told=not request.use_beam_search)
         if request.use_beam_search:
             raise FormError("a form can't run beside beam search, which makes many requests of one", "not-supported")
         form = parsed({"actions": found.actions})
         block = form_block(form, self._model, GuardLimits().of_key(key.limits).saved_bytes)
-        return Beside(block, found.edits, held=self._access.admitted(key))
+        return Beside(block, found.edits, True, held=self._access.admitted(key))
 
     # -- requests -------------------------------------------------------------------------
 
@@ -201,11 +214,15 @@ class BesideOpenAI:
         request = request_of(prepared, job)
         outputs = self._generate(request.prompt, request.params, *args, lora_request=lora_request, **kwargs)
         completions: dict[int, Any] = {}
+        steps: Counter[int] = Counter()
         held = [job.id]
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     completions.update((one.index, one) for one in output.outputs)
+                    for one in output.outputs:
+                        so_far = steps[one.index] if params.output_kind == RequestOutputKind.DELTA else 0
+                        steps[one.index] = so_far + len(one.token_ids)
                     if output.finished and not any(one.finish_reason == "abort" for one in output.outputs):
                         held = []
                         whole = _with_all(output, completions)
@@ -213,7 +230,10 @@ class BesideOpenAI:
                         if result.error is not None:
                             beside.error = beside.error or result.error
                         else:
-                            read = {at: outcome.returned for at, outcome in enumerate(result.outcomes)}
+                            read = {
+                                at: beside.block.within(outcome.returned, steps[at])
+                                for at, outcome in enumerate(result.outcomes)
+                            }
                             beside.take(number, whole, read)
                     yield output
         finally:
@@ -244,6 +264,7 @@ async def _streamed(handler: Any, chunks: AsyncIterator[str], beside: Beside) ->
 
 def _last_chunks(handler: Any, head: Mapping[str, Any], beside: Beside) -> Iterator[Any]:
     if beside.error is not None:
+        beside.count_failure()
         yield _refusal(handler, beside.error).model_dump()
         return
     empty = {"delta": {}} if head.get("object") == "chat.completion.chunk" else {"text": ""}

@@ -57,7 +57,7 @@ def _again(messages: list[Any], receive: Any) -> Any:
 
 
 def _has_field(body: bytes) -> bool:
-    if f'"{FIELD}"'.encode() not in body:
+    if f'"{FIELD}"'.encode() not in body and b"\\u" not in body:
         return False
     try:
         data = json.loads(body)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from insitu.block import FunctionBlock, InsituError
+from insitu.block import ArgumentError, FunctionBlock, InsituError
 from insitu.engine.client.async_engine import AsyncEngine
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
@@ -67,6 +68,15 @@ def job_of(engine: AsyncEngine, block: FormBlock) -> Job:
     return Job(uuid.uuid4().hex, FunctionBlock(block), tracer=AsyncTrace(engine, [], {}))
 
 
+def beside_edits(saved: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """What edits saved and what a form has read. Raises ``ArgumentError`` for a name that both have."""
+    for name in saved.keys() & read.keys():
+        raise ArgumentError(
+            f"an edit saves {name!r} beside this request as well: give what the form reads another name"
+        )
+    return {**saved, **read}
+
+
 async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict[str, Any]:
     """What was generated and read. Raises ``RefusedError`` for what this model or this prompt can't do."""
     engine = model._running()
@@ -75,14 +85,16 @@ async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict
     if asked.edits is not None:
         settings["edits"] = asked.edits
     try:
-        job = job_of(engine, form_block(form, model, limits.saved_bytes))
+        block = form_block(form, model, limits.saved_bytes)
+        job = job_of(engine, block)
         (result,) = await engine.run([(engine.prepare(asked.prompt, settings, key.name), job)])
         if result.error is not None and not isinstance(result.error, InsituError):  # an edit's
             raise RefusedError(500, type(result.error).__name__, f"{type(result.error).__name__}: {result.error}")
         if result.error is not None:
             raise result.error
-        metrics.saved(result.returned)
-        saves = {name: as_json(each, f"`{name}`") for name, each in {**result.output.saves, **result.returned}.items()}
+        read = block.within(result.returned, len(result.output.outputs[0].token_ids))
+        metrics.saved(read)
+        saves = {name: as_json(each, f"`{name}`") for name, each in beside_edits(result.output.saves, read).items()}
     except FormError as error:
         raise RefusedError(400, error.code, f"form: {error}") from None
     except (InsituError, ValueError, TypeError) as error:

@@ -35,6 +35,7 @@ from insitu.net import (
 from insitu.net.form import schema
 
 PREFIX = "/insitu/v1"
+_HELD = 1 << 16
 
 
 class _Route(APIRoute):
@@ -195,6 +196,8 @@ async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncIterator[Eve
 
 
 async def _encoded(events: AsyncIterator[Event]) -> AsyncGenerator[bytes | memoryview, None]:
+    """The frames; those of short results go out with what comes next."""
+    held = bytearray()
     async with aclosing(events):  # type: ignore[type-var]
         async for event in events:
             try:
@@ -202,4 +205,10 @@ async def _encoded(events: AsyncIterator[Event]) -> AsyncGenerator[bytes | memor
             except ArgumentError as error:
                 parts = frame_parts(encode_event(Failed(error, getattr(event, "invoke", None))))
             for part in parts:
+                if isinstance(event, (Saves, Failed)) and len(held) + len(part) < _HELD:
+                    held += part
+                    continue
+                if held:
+                    yield bytes(held)
+                    held.clear()
                 yield part

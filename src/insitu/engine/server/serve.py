@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import ipaddress
 import os
@@ -37,12 +38,18 @@ others, use its network, change this server. Keys of --api-key may; those of a f
 says. Nothing is unpickled."""
 
 
+_KEEP_ALIVE = "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH"
+_UNHEALTHY_FOR = 10.0
+"""Seconds."""
+
+
 class Routes:
     """An endpoint plugin of vLLM's: adds the routes to an app, and gives them its engine."""
 
     name = "insitu"
     required_tasks = ("generate",)
     _metrics: EngineMetrics | None = None
+    _watching: asyncio.Task[None] | None = None
 
     def attach_router(self, app: Any) -> None:
         self._app = app
@@ -64,6 +71,16 @@ class Routes:
         BesideOpenAI(model, access).watch(state)
         self._app.include_router(router(model, Traces(model), access))
         state.insitu = model
+        if _KEEP_ALIVE not in os.environ:
+            os.environ[_KEEP_ALIVE] = "1"
+            self._watching = asyncio.create_task(self._end_unhealthy(engine_client))
+
+    async def _end_unhealthy(self, engine_client: Any) -> None:
+        """vLLM ends its server at once when the engine has died, before anybody could ask what is wrong."""
+        while not engine_client.errored:
+            await asyncio.sleep(1)
+        await asyncio.sleep(_UNHEALTHY_FOR)
+        self._app.state.server.should_exit = True
 
 
 def serve(arguments: Sequence[str]) -> None:
