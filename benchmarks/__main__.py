@@ -1,8 +1,8 @@
 """What insitu costs on the CPU beside plain vLLM, transformers with hooks, and other libraries. Run by `make bench`.
 
-All by turns and in the same run, each system in a process of its own: medians of the rounds, with the least and the
-largest. nnsight and vllm-lens are run by interpreters that have them, if they are given: `python -m venv peers`,
-`peers/bin/pip install nnsight==0.8.1 torch transformers`, then `--nnsight peers/bin/python`.
+All by turns and in the same run, those without vLLM in processes of their own: medians of the rounds, with the least
+and the largest. nnsight and vllm-lens are run by interpreters that have them, if they are given: `python -m venv
+peers`, `peers/bin/pip install nnsight==0.8.1 torch transformers`, then `--nnsight peers/bin/python`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the threads of those whose turn it is not would spin
+
+from vllm import LLM
 
 import insitu
 from benchmarks import growth
@@ -35,12 +37,14 @@ def main() -> None:
     if chosen.prompts:
         folder, engine = insitu.demo_model(), {**ENGINE, "enforce_eager": chosen.eager}
         settings = {"engine": engine, "device": "cpu", "dtype": "float32"}
+        plain = LLM(folder, **engine)
         with insitu.VLLM(folder, dispatch=True, **engine) as model:
-            rows = compared(model, folder, peers_of(chosen), settings, chosen)
+            rows = compared(plain, model, folder, peers_of(chosen), settings, chosen)
+        del plain
         gc.collect()
     if chosen.growth:
         curves = grown(chosen.growth, chosen.rounds)
-    write_down(chosen.out, rows, curves)
+    write_down(chosen.out, rows, curves, "cpu")
 
 
 def grown(counts: list[int], rounds: int) -> dict[str, growth.Curve]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.sweep import cases
+from benchmarks.sweep import cases, plain_of
 
 WORKS = {"one": "one place saved", "every": "every layer saved", "vectors": "a vector each"}
 BASE, OURS = "plain vLLM", "insitu"
@@ -57,23 +57,25 @@ class Peer:
             self._process.wait()
 
 
-def compared(model: Any, folder: str, peers: Mapping[str, str], settings: dict[str, Any], chosen: Any) -> list[dict]:
+def compared(
+    plain: Any, model: Any, folder: str, peers: Mapping[str, str], settings: dict[str, Any], chosen: Any
+) -> list[dict[str, Any]]:
     """Rows of work and system: seconds of `chosen.rounds` rounds of `chosen.prompts` prompts of `chosen.tokens` tokens.
+    `plain`: vLLM's own `LLM`, in this process too, since processes differ by a quarter in how their memory lies;
     `peers`: the interpreter of each kind."""
-    others = {BASE: Peer("vllm", sys.executable, folder, settings)}
-    others |= {_titled(kind): Peer(kind, python, folder, settings) for kind, python in peers.items()}
+    others = {_titled(kind): Peer(kind, python, folder, settings) for kind, python in peers.items()}
     own = cases(model)
+    base = plain_of(plain)
     vocabulary = model.vllm_entrypoint.model_config.get_vocab_size()
     rows: list[dict[str, Any]] = []
     try:
         for work, title in WORKS.items():
-            found: Seconds = {name: {"wall": [], "cpu": []} for name in (*others, OURS)}
+            found: Seconds = {name: {"wall": [], "cpu": []} for name in (BASE, *others, OURS)}
             for turn in range(chosen.rounds + 1):
                 for name in found:
                     prompts = torch.randint(4, vocabulary - 4, (chosen.prompts, chosen.tokens)).tolist()
-                    run = own[title]
-                    took = timed(lambda run=run, given=prompts: run(given)) if name == OURS else {}
-                    took = took or others[name].run(work, prompts)
+                    run = {BASE: base, OURS: own[title]}.get(name)
+                    took = others[name].run(work, prompts) if run is None else timed(partial(run, prompts))
                     for clock, seconds in took.items() if turn else ():
                         found[name][clock].append(seconds)
             rows += _rows(title, found, {name: other.error for name, other in others.items()})
@@ -97,8 +99,8 @@ def _rows(title: str, found: Seconds, errors: Mapping[str, str]) -> list[dict[st
     rows = []
     for name, seconds in found.items():
         row: dict[str, Any] = {"work": title, "system": name, "seconds": seconds}
-        if not seconds["wall"] or not found[BASE]["wall"]:
-            row["error"] = errors.get(name) or f"{BASE}: {errors[BASE]}"
+        if not seconds["wall"]:
+            row["error"] = errors[name]
         else:
             for clock, values in seconds.items():
                 ratios = [base / value for base, value in zip(found[BASE][clock], values, strict=True)]

@@ -114,6 +114,8 @@ def folder_of_shape() -> str:
 
 
 def sweep() -> None:
+    from vllm import LLM
+
     import insitu
     from benchmarks.comparison import compared
     from benchmarks.report import arguments, peers_of, write_down
@@ -122,13 +124,16 @@ def sweep() -> None:
     parser.add_argument("--model", default="", help="a folder (default: random weights of Llama-8B's shape)")
     parser.add_argument("--device", default="cuda", help="of transformers; the engines run where vLLM's build does")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=ENGINE["max_model_len"])
     chosen = parser.parse_args(sys.argv[2:])
     folder = chosen.model or folder_of_shape()
-    engine = {**ENGINE, "max_num_seqs": chosen.prompts, "enforce_eager": chosen.eager, "dtype": chosen.dtype}
+    engine = {**ENGINE, "max_num_seqs": chosen.prompts, "enforce_eager": chosen.eager}
+    engine |= {"dtype": chosen.dtype, "max_model_len": chosen.max_model_len}
     settings = {"engine": engine, "device": chosen.device, "dtype": chosen.dtype}
+    plain = LLM(folder, **engine)
     with insitu.VLLM(folder, dispatch=True, **engine) as model:
-        rows = compared(model, folder, peers_of(chosen), settings, chosen)
-    write_down(chosen.out, rows, {})
+        rows = compared(plain, model, folder, peers_of(chosen), settings, chosen)
+    write_down(chosen.out, rows, {}, "wall")
 
 
 def main() -> None:

@@ -20,18 +20,6 @@ AT_ONCE = 64
 """Prompts in a batch of those that make batches themselves."""
 
 
-def vllm(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(folder, **settings["engine"])
-
-    def plain(prompts: Prompts) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=1, skip_reading_prefix_cache=True)
-        llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-
-    return {"one": plain, "every": plain, "vectors": plain}
-
-
 def _loaded(folder: str, settings: dict[str, Any]) -> Any:
     """The model of transformers, with random weights where the folder has none."""
     import torch
@@ -143,7 +131,7 @@ def vllm_lens(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
     return {"one": lambda prompts: run(prompts, [count // 2]), "every": lambda prompts: run(prompts, [*range(count)])}
 
 
-KINDS = {"vllm": vllm, "transformers": transformers, "nnsight": nnsight, "vllm-lens": vllm_lens}
+KINDS = {"transformers": transformers, "nnsight": nnsight, "vllm-lens": vllm_lens}
 
 
 def main() -> None:

@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from benchmarks.comparison import BASE, WORKS
 from benchmarks.growth import Curve
 
+TIMES = {"cpu": "processor time", "wall": "time"}
 COLOURS = ("0.55", "tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
-def picture(rows: list[dict[str, Any]], curves: Mapping[str, Curve], file: Path) -> None:
+def picture(rows: list[dict[str, Any]], curves: Mapping[str, Curve], clock: str, file: Path) -> None:
     """`curves`: by what grows in each."""
     panels = bool(rows) + len(curves)
     figure = Figure(figsize=(4.2 * min(panels, 3), 3.6 * -(-panels // 3)), layout="constrained")
@@ -22,13 +23,13 @@ def picture(rows: list[dict[str, Any]], curves: Mapping[str, Curve], file: Path)
     for unused in axes[panels:]:
         unused.set_axis_off()
     if rows:
-        bars(axes.pop(0), rows)
+        bars(axes.pop(0), rows, clock)
     for axis, (what, curve) in zip(axes, curves.items(), strict=False):
         lines(axis, what, curve)
     figure.savefig(file, dpi=110)
 
 
-def bars(axis: Any, rows: list[dict[str, Any]]) -> None:
+def bars(axis: Any, rows: list[dict[str, Any]], clock: str) -> None:
     measured = [row for row in rows if "error" not in row]
     systems = list(dict.fromkeys(row["system"] for row in measured))
     works = [title for title in WORKS.values() if any(row["work"] == title for row in measured)]
@@ -36,14 +37,15 @@ def bars(axis: Any, rows: list[dict[str, Any]]) -> None:
     for number, system in enumerate(systems):
         own = [row for row in measured if row["system"] == system]
         at = [works.index(row["work"]) + (number - (len(systems) - 1) / 2) * thick for row in own]
-        middle, least, most = zip(*(row["wall_ratio"] for row in own), strict=True)
+        middle, least, most = zip(*(row[f"{clock}_ratio"] for row in own), strict=True)
         spread = [
             [m - low for m, low in zip(middle, least, strict=True)],
             [h - m for m, h in zip(middle, most, strict=True)],
         ]
         axis.bar(at, middle, thick, yerr=spread, label=system, color=COLOURS[number % len(COLOURS)])
     axis.set_xticks(range(len(works)), works, fontsize="small")
-    axis.set_ylabel(f"speed, to {BASE} in the same round")
+    axis.set_ylabel(f"speed to {BASE}, {TIMES[clock]}")
+    axis.set_ylim(0, 1.5)
     axis.legend(fontsize="x-small")
 
 
@@ -54,9 +56,10 @@ def lines(axis: Any, what: str, curve: Curve) -> None:
         colour = COLOURS[number % len(COLOURS)]
         axis.plot(points, middle, marker="o", markersize=3, label=name, color=colour)
         axis.fill_between(points, least, most, alpha=0.2, color=colour, linewidth=0)
-    axis.set(xscale="log", xlabel=what, ylabel="processor time a request, µs", ylim=(0, None))
-    if max(m for found in curve.values() for m, *_ in found.values()) > 10 * min(
-        m for f in curve.values() for m, *_ in f.values()
-    ):
-        axis.set(yscale="log")
+    medians = [middle for found in curve.values() for middle, *_ in found.values()]
+    axis.set(xscale="log", xlabel=what, ylabel="processor time a request, µs")
+    if max(medians) > 10 * min(medians):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(0, 1.3 * max(medians))
     axis.legend(fontsize="x-small")

@@ -33,7 +33,8 @@ def peers_of(chosen: argparse.Namespace) -> dict[str, str]:
     return {kind: getattr(chosen, kind.replace("-", "_"), "") or sys.executable for kind in PEERS}
 
 
-def write_down(folder: Path | None, rows: list[dict[str, Any]], curves: dict[str, growth.Curve]) -> None:
+def write_down(folder: Path | None, rows: list[dict[str, Any]], curves: dict[str, growth.Curve], clock: str) -> None:
+    """`clock`: which the picture is of, `"wall"` or `"cpu"`."""
     parts = [table_of_rows(rows)] if rows else []
     parts += [f"Processor time a request, µs\n\n{growth.table(curve, what)}" for what, curve in curves.items()]
     print("\n\n".join(parts))
@@ -41,4 +42,4 @@ def write_down(folder: Path | None, rows: list[dict[str, Any]], curves: dict[str
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "figures.json").write_text(json.dumps({"rows": rows, "growth": curves}, indent=1))
         (folder / "figures.md").write_text("\n\n".join(parts) + "\n")
-        picture(rows, curves, folder / "figures.png")
+        picture(rows, curves, clock, folder / "figures.png")

@@ -29,14 +29,18 @@ GREEDY = {"temperature": 0.0, "max_tokens": 1}
 Case = Callable[[list[list[int]]], object]
 
 
+def plain_of(llm: Any) -> Case:
+    def plain(prompts: list[list[int]]) -> None:
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        llm.generate(given, SamplingParams(**GREEDY, skip_reading_prefix_cache=True), use_tqdm=False)
+
+    return plain
+
+
 def cases(model: Any) -> dict[str, Case]:
     llm, layers = model.vllm_entrypoint, len(model.resid_post)
     middle, width = layers // 2, llm.model_config.get_hidden_size()
     device = llm.llm_engine.vllm_config.device_config.device
-
-    def plain(prompts: list[list[int]]) -> None:
-        given = [{"prompt_token_ids": ids} for ids in prompts]
-        llm.generate(given, SamplingParams(**GREEDY, skip_reading_prefix_cache=True), use_tqdm=False)
 
     def one(prompts: list[list[int]]) -> None:
         model.run(lambda tracer: model.resid_post[middle], prompts, **GREEDY)
@@ -52,7 +56,7 @@ def cases(model: Any) -> dict[str, Case]:
                     model.resid_post[middle][:] += vector
                     logits = model.logits.save()
 
-    return {"plain vLLM": plain, "one place saved": one, "every layer saved": every, "a vector each": vectors}
+    return {"plain vLLM": plain_of(llm), "one place saved": one, "every layer saved": every, "a vector each": vectors}
 
 
 def measured(model: Any, count: int, tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
