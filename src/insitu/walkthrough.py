@@ -50,7 +50,7 @@ class Walkthrough:
                 with self.step(title):
                     part()
             with self.step("Closing the engine"):
-                self.left = self.model.in_flight()
+                self.left: int = self.model.in_flight()
                 self.model.close()
         seconds = time.monotonic() - start
         self.console.print(f"\nDone in {seconds:.1f} s; {self.left} requests left in the engine.")

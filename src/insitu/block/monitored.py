@@ -60,7 +60,7 @@ class MonitoredSkip:
     def __init__(self, frame: FrameType, first: int) -> None:
         self._frame = frame
         self._first = first
-        self.signal = BodySkipped()
+        self.signal: BodySkipped = BodySkipped()
 
     def arm(self) -> None:
         """Have the body skipped."""

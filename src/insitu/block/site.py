@@ -45,7 +45,7 @@ class Site:
     def __init__(self, frame: FrameType) -> None:
         capture = _captured(frame)
         self.block: Block = capture.block
-        self.scope = Scope(frame)
+        self.scope: Scope = Scope(frame)
         self._target = capture.target
         self._skip = skip_body(frame, capture.first)
         self._value: Any = None

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from insitu.block import ArgumentError
+from insitu.dataset.built import model_for
 from insitu.dataset.captured import Captured
 from insitu.dataset.distributed import PARTS, capture_on_ray
 from insitu.dataset.errors import CaptureError
 from insitu.dataset.plan import Estimate, Plan
+from insitu.dataset.prompts import prompts_of
 from insitu.dataset.reading import PHASES, Phase
 from insitu.dataset.store import Store
 from insitu.dataset.tokens import Tokens
@@ -42,10 +44,11 @@ def capture(
 ) -> Captured | Estimate:
     """Writes what ``model`` computes at the places ``at``, for each prompt of ``data``, to the folder ``out``.
 
-    ``model``: a ``VLLM``, or what names one. ``data``: a text, JSON-lines, Parquet or CSV file, a folder of them, a
-    list of prompts or rows, or a data set of the library ``datasets``; ``column`` names the column with the prompts
-    (text, token ids or chats). ``at``: standard names and modules, as ``resid_post[4:8]``,
-    ``model.layers.*.mlp.output``, ``model.layers.3.output[0]``, ``logits``.
+    ``model``: a ``VLLM``, or what names one, whose engine then has taps at the places where it can. ``data``: a text,
+    JSON-lines, Parquet or CSV file, a folder of them, a list of prompts or rows, or a data set of the library
+    ``datasets``; ``column`` names the column with the prompts (text, token ids or chats).
+    ``at``: standard names and modules, as ``resid_post[4:8]``, ``model.layers.*.mlp.output``,
+    ``model.layers.3.output[0]``, ``logits``.
 
     ``positions``: which of the prompt's tokens: ``"all"``, ``"last"``, a number, a slice, or ``"text:Paris"``, the
     tokens of a piece of the prompt. ``phase``: the rows of the ``"prompt"``, of the tokens ``"generated"`` (each but
@@ -86,9 +89,10 @@ def capture(
             **sampling,
         }
         return capture_on_ray(model, Path(out), ray, workers, progress, settings)
+    prompts_of(data, column)  # refused before an engine is built
     if (Path(out) / PARTS).exists():
         raise CaptureError(f"the capture in {out} was begun with several workers: go on with it with `ray`")
-    owned = VLLM(model) if isinstance(model, str) else None
+    owned = model_for(model, at, {}) if isinstance(model, str) else None
     used = owned or model
     assert isinstance(used, VLLM), "a name was made one"
     try:

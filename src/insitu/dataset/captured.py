@@ -37,7 +37,7 @@ class Captured:
     """
 
     def __init__(self, folder: str | Path, *, partial: bool = False) -> None:
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         path = self.folder / MANIFEST
         if not path.exists():
             raise CaptureError(f"{folder} holds no capture: there is no {MANIFEST}")

@@ -6,12 +6,17 @@ import argparse
 from typing import Any
 
 from insitu.dataset.arguments import value_of
+from insitu.dataset.built import model_for
 from insitu.dataset.capture import capture
+from insitu.dataset.prompts import prompts_of
 from insitu.engine.client.model import VLLM
 
 
 def run(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
-    with VLLM(arguments.model, **engine_args) as model:
+    prompts_of(arguments.data, arguments.column)  # refused before an engine is built
+    alone = arguments.ray is None
+    built = model_for(arguments.model, arguments.at, engine_args) if alone else VLLM(arguments.model, **engine_args)
+    with built as model:
         found = capture(
             model,
             arguments.data,

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from insitu.block import ArgumentError, InsituError
+from insitu.dataset.built import model_for
 from insitu.dataset.captured import Captured
 from insitu.dataset.errors import CaptureError
 from insitu.dataset.prompts import Part, prompts_of
@@ -33,7 +34,7 @@ class Worker:
     """Has an engine for as long as there are parts for it. Called by Ray Data with a batch of one part."""
 
     def __init__(self, repo: str, engine_args: Mapping[str, Any], settings: Mapping[str, Any], out: Path) -> None:
-        self._model = VLLM(repo, **engine_args)
+        self._model = model_for(repo, settings["at"], engine_args)
         self._settings = dict(settings)
         self._out = out
 

@@ -70,13 +70,13 @@ class Plan:
         self._refuse_unsliceable(places)
         first = tokens.first()
         # The order of the places is that of a forward of any length.
-        self.places = self._engine.in_order(places, first.ids[:1]) if len(places) > 1 else places
+        self.places: list[Named] = self._engine.in_order(places, first.ids[:1]) if len(places) > 1 else places
         self._reading = Reading(model, self.places, self._positions, phase, self._dtype, self._apply)
         probe = self._run([first])[0]
         self._row_bytes = sum(value[0].nbytes if len(value) else 0 for value in probe.values)
         self._probe_rows = sum(len(value) * value[0].nbytes for value in probe.values if len(value))
         low, high = _WINDOW_TOKENS
-        self.window = window_tokens or max(low, min(high, _WINDOW_BYTES // max(self._row_bytes, 1)))
+        self.window: int = window_tokens or max(low, min(high, _WINDOW_BYTES // max(self._row_bytes, 1)))
 
     def arguments(self, shard_bytes: int) -> dict[str, Any]:
         """What has to be the same for a capture to be gone on with."""

@@ -70,7 +70,7 @@ class Store:
         self._tidy()
         indices = sorted(folder.glob("shard-*.parquet"))
         self._shards = len(indices)
-        self.committed = sum(_prompts_in(index) for index in indices)
+        self.committed: int = sum(_prompts_in(index) for index in indices)
 
     @property
     def complete(self) -> bool:

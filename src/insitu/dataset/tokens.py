@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ class Tokens:
 
     def __init__(self, model: VLLM, data: Any, column: str | None, truncate: int | None) -> None:
         self._model = model
-        self.prompts = prompts_of(data, column)
+        self.prompts: Iterable[Prompt] = prompts_of(data, column)
         self.truncate = truncate
 
     def __iter__(self) -> Iterator[Tokenised]:

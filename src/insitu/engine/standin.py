@@ -60,7 +60,7 @@ class WorkerSide:
     """The same in the worker: a model of which blocks can ask all that needs no client."""
 
     def __init__(self, repo: str, interleaver: Interleaver, tokenizer: Callable[[], Any]) -> None:
-        self.model = VLLM(repo)
+        self.model: VLLM = VLLM(repo)
         self.model._engine = _EngineInBlock(interleaver, tokenizer)  # type: ignore[assignment]
         self._modules = interleaver.modules
         self._blocks: dict[str, Block] = {}

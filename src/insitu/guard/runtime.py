@@ -44,7 +44,7 @@ class Runtime:
     """One run of one block, with its meter."""
 
     def __init__(self, limits: GuardLimits, saves: Saves | None = None) -> None:
-        self.meter = Meter(limits)
+        self.meter: Meter = Meter(limits)
         self.operators = Operators(self.meter, self.iterable)
         self.builtins = Builtins(self)
         self._watch = Watch(self.meter)

@@ -37,7 +37,7 @@ class Encoder:
         name_of: Callable[[Any], Named | None] | None = None,
         function: Callable[[FunctionType, str], int] | None = None,
     ) -> None:
-        self.tensors = TensorWriter()
+        self.tensors: TensorWriter = TensorWriter()
         self._name_of = name_of or (lambda _: None)
         self._function = function
         self._numbers: dict[int, int] = {}

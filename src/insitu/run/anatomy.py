@@ -31,14 +31,14 @@ class Anatomy:
         self._modules = modules
         self._streams: dict[tuple[str, int | None], Stream] = {}
         self._architecture = type(root).__name__
-        self.batched = self._architecture.startswith("Transformers")
+        self.batched: bool = self._architecture.startswith("Transformers")
         if self.batched:
             self._architecture = type(root.model).__name__
         rows = TRANSFORMERS_TRUNKS if self.batched else VLLM_MODELS
         row = rows.get(self._architecture)
         layout = row if isinstance(row, Layout) or row is None else row(root.config)
         self._layout = layout.below(at) if layout else None
-        self.layers = self._count(self._layout.layers) if self._layout else 0
+        self.layers: int = self._count(self._layout.layers) if self._layout else 0
 
     def stream(self, name: str, layer: int | None = None) -> Stream:
         found = self._streams.get((name, layer))

@@ -53,15 +53,15 @@ class Interleaver(Alone):
         self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
     ) -> None:
         """``safe_ids``: ids below this are token ids and positions alike, for modules that take either."""
-        self.modules = ModuleTable(root)
-        self.anatomy = Anatomy(self.modules)
-        self.order = VisitOrder()
+        self.modules: ModuleTable = ModuleTable(root)
+        self.anatomy: Anatomy = Anatomy(self.modules)
+        self.order: VisitOrder = VisitOrder()
         self.rows: RowsOf = {}
-        self.calls = Calls(self.modules, unembed)
-        self.sender = Sender()
+        self.calls: Calls = Calls(self.modules, unembed)
+        self.sender: Sender = Sender()
         self._safe_ids = safe_ids
         self._watches = Watches(self._visit)
-        self.ops = Operations(self.modules, self._watches.forward_of)
+        self.ops: Operations = Operations(self.modules, self._watches.forward_of)
         self._reached = 0
         self._waiting: dict[Place, list[BlockRun]] = {}
         self._sourced: set[Place] = set()  # where one has waited whose block names operations

@@ -66,7 +66,7 @@ class CacheRecorder:
         self.paths = list(dict.fromkeys(each for path in wanted for each in (path, *table.owners(path))))
         self.first_step = first_step
         self._records = Records(_lists(wanted, outline))
-        self.cache = Cache(self._records)
+        self.cache: Cache = Cache(self._records)
 
     def record(self, place: Place, step: int, live: Any, rows: Rows, fixed: frozenset[int]) -> None:
         """Adds the request's own copy of ``live``, which is what the model goes on with."""

@@ -28,7 +28,7 @@ class Records:
     """The visits of a cache by place, and the tree of the modules in it."""
 
     def __init__(self, lists: Mapping[str, int]) -> None:
-        self.lists = dict(lists)
+        self.lists: dict[str, int] = dict(lists)
         self.paths: dict[str, None] = {}
         self.visits: dict[Place, list[Visit]] = {}
 

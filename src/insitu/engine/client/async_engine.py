@@ -40,7 +40,7 @@ class AsyncEngine(EngineClient):
     def __init__(self, llm: AsyncLLM, channel: AsyncWired, owner: object, home: OneLoop) -> None:
         super().__init__(llm, llm.vllm_config, channel, owner)
         self.home = home
-        self.installed = Installed(llm)
+        self.installed: Installed = Installed(llm)
         self._ending: set[asyncio.Task[None]] = set()
         self._ended: dict[str, tuple[Any, asyncio.Future[list[Outcome]]]] = {}
         self._collecting = False

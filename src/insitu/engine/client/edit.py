@@ -39,7 +39,7 @@ class Edit:
         self.number = 0
         self.tenant = ""
         """At a server, beside whose requests alone it runs; empty: beside everybody's."""
-        self.same_for_rows = False
+        self.same_for_rows: bool = False
         """Whether it does the same to every row of every step, so that it need not see a prompt whole."""
         self._line = ("", 0)
         self._told: set[Any] = set()
@@ -123,7 +123,7 @@ class EditStatement(_Statement, CapturedBody):
 class AsyncEditStatement(_Statement, AsyncCapturedBody):
     """``async with model.edit(name) as (tracer, edit):``"""
 
-    kind = AsyncEdit
+    kind: type[Edit] = AsyncEdit
 
     def __enter__(self) -> NoReturn:
         raise ArgumentError("this engine is async: write `async with model.edit() as (tracer, edit):`")

@@ -209,8 +209,10 @@ class Engine(EngineClient):
 
     def __init__(self, llm: LLM, channel: Channel, owner: object) -> None:
         super().__init__(llm, llm.llm_engine.vllm_config, channel, owner)
-        self.outline, self.layers = channel.call("insitu_outline")
-        self.installed = Installed(llm.llm_engine)
+        outline, layers = channel.call("insitu_outline")
+        self.outline: Outline = outline
+        self.layers: int = layers
+        self.installed: Installed = Installed(llm.llm_engine)
         self._loop = EngineLoop(llm, self.installed.stamp, self._deliver)
 
     @property

@@ -49,7 +49,7 @@ class EngineLoop:
         self._llm = llm
         self._engine = llm.llm_engine
         self._kept: list[Any] = []
-        self.turn = threading.RLock()
+        self.turn: threading.RLock = threading.RLock()
         self._take_step: Callable[[], list[Any]] = self._engine.step
         self._deliver = deliver
         self._unfinished: Callable[[], bool] = self._engine.has_unfinished_requests

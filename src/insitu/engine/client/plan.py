@@ -47,9 +47,9 @@ class Captured:
 
     def __init__(self, site: Site) -> None:
         self.block: Block = site.block
-        self.module_name = site.scope.module_name
-        self.given = site.scope.values(site.block.reads)
-        self.values = site.scope.copied(self.given)
+        self.module_name: str = site.scope.module_name
+        self.given: dict[str, Any] = site.scope.values(site.block.reads)
+        self.values: dict[str, Any] = site.scope.copied(self.given)
         self._before = site.scope.copied(self.given)
 
     def changed_apart(self) -> list[str]:
@@ -184,7 +184,7 @@ class Invoke(CapturedBody):
     def __init__(self, invocations: list[Invocation], prepared: Any) -> None:
         self._invocations = invocations
         self._prepared = prepared
-        self.entered = False
+        self.entered: bool = False
 
     def target(self) -> Invoke:
         refuse_in_block("an invoke", "each")

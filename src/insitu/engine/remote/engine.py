@@ -62,7 +62,9 @@ class RemoteEngine:
         self._model = model
         self.about: dict[str, Any] = http.get("model")
         modules = self.about["modules"].items()
-        self.outline = Outline({path: Module(kind, tuple(children), note) for path, (kind, children, note) in modules})
+        self.outline: Outline = Outline(
+            {path: Module(kind, tuple(children), note) for path, (kind, children, note) in modules}
+        )
         self.layers: int = self.about["layers"]
         self._tokenizer: Any = None
         self._edits: dict[int, Edit] = {}

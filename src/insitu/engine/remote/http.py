@@ -25,7 +25,7 @@ class Http:
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         if not str(url).startswith(("http://", "https://")):
             raise ArgumentError(f"the address of a server begins with http:// or https://; got {url!r:.60}")
-        self.url = url.rstrip("/")
+        self.url: str = url.rstrip("/")
         self._connections = Connections(self.url, timeout)
         key = os.environ.get("INSITU_API_KEY") if api_key is None else api_key
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -43,7 +43,7 @@ class Traces:
     def __init__(self, model: AsyncVLLM, limits: GuardLimits | None = None, wire: WireLimits | None = None) -> None:
         self._model = model
         self._limits = limits or GuardLimits()
-        self.wire = wire or WireLimits()
+        self.wire: WireLimits = wire or WireLimits()
 
     async def run(self, asked: TraceRequest, key: Key) -> Events:
         """The events of a trace, of which the last is ``Done``. Closing this early aborts what runs. ``key``: whose

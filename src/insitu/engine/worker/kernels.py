@@ -1,8 +1,8 @@
-"""What an eager step runs on a GPU in place of code that was written to be compiled.
+"""What an eager step runs in place of code that was written to be compiled.
 
 Where vLLM compiles a model it leaves norms and rotary embeddings to the compiler, as several operations of torch.
 A step without compilation would run each of these by itself; vLLM has kernels for them, which engines without
-compilation use.
+compilation use: on GPUs for both, on the CPU for rotary embeddings.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ class EagerKernels:
     """Those of one model; none on other devices."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._norms: list[Any] = []
+        self._norms: list[Any] = _operations() if current_platform.is_cuda() else []
         self._rotary: list[Any] = []
-        if not current_platform.is_cuda():
+        self._rotated = "forward_cuda" if current_platform.is_cuda() else "forward_cpu"
+        if not current_platform.is_cuda() and not current_platform.is_cpu():
             return
-        self._norms = _operations()
-        plain = [each for each in model.modules() if isinstance(each, RotaryEmbedding) and _is_plain(type(each))]
+        plain = [
+            each
+            for each in model.modules()
+            if isinstance(each, RotaryEmbedding) and _is_plain(type(each), self._rotated)
+        ]
         self._rotary = [each for each in plain if getattr(each, "_forward_method", None) == each.forward_native]
 
     @contextmanager
@@ -37,7 +41,7 @@ class EagerKernels:
             for operation in self._norms:
                 stack.enter_context(operation.set_priority([_KERNELS, "native"]))
             for module in self._rotary:
-                module._forward_method = module.forward_cuda
+                module._forward_method = getattr(module, self._rotated)
             try:
                 yield
             finally:
@@ -45,9 +49,9 @@ class EagerKernels:
                     module._forward_method = module.forward_native
 
 
-def _is_plain(kind: type[RotaryEmbedding]) -> bool:
+def _is_plain(kind: type[RotaryEmbedding], rotated: str) -> bool:
     """Whether it rotates as its base does, by whatever angles."""
-    return all(getattr(kind, name) is getattr(RotaryEmbedding, name) for name in ("forward_native", "forward_cuda"))
+    return all(getattr(kind, name) is getattr(RotaryEmbedding, name) for name in ("forward_native", rotated))
 
 
 def _operations() -> list[Any]:
