@@ -53,7 +53,7 @@ class Interleaver(Alone):
         self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
     ) -> None:
         """``safe_ids``: ids below this are token ids and positions alike, for modules that take either."""
-        self.modules: ModuleTable = ModuleTable(root)
+        self.modules = ModuleTable(root)
         self.anatomy: Anatomy = Anatomy(self.modules)
         self.order: VisitOrder = VisitOrder()
         self.rows: RowsOf = {}
