@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,3 +105,12 @@ def test_what_a_worker_refuses_is_raised_here(model: Any, folder: str, texts: li
         shared(folder, ["the", "the cat " * 200], tmp_path / "long", workers=1)
     with pytest.raises(ArgumentError, match="not built yet"):
         insitu.capture(model, texts, out=tmp_path / "built", ray="local", **SETTINGS)
+
+
+def test_an_address_that_lets_nobody_in_is_told(folder: str, tmp_path: Path) -> None:
+    arguments = {"at": "resid_post[1]", "out": str(tmp_path / "out"), "ray": "nonsense"}
+    code = f"import insitu\ninsitu.capture(insitu.VLLM({folder!r}), ['one'], **{arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "ArgumentError: ray: there is no cluster at 'nonsense'" in done.stderr
+    assert "RAY_AUTH_MODE=token" in done.stderr
+    assert not (tmp_path / "out").exists()

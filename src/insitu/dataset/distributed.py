@@ -62,7 +62,7 @@ def capture_on_ray(
         settings = {**settings, "data": Path(settings["data"]).resolve()}
     started = not ray.is_initialized()
     if started:
-        ray.init(address=address, include_dashboard=False if address == "local" else None, log_to_driver=False)
+        _connect(ray, address)
     ray.data.DataContext.get_current().enable_progress_bars = progress
     out.mkdir(parents=True, exist_ok=True)
     lock = locked(out)
@@ -87,6 +87,16 @@ def _ray() -> Any:
     except ModuleNotFoundError as error:
         raise ArgumentError("capturing with several workers needs Ray: pip install 'insitu[ray]'") from error
     return ray
+
+
+def _connect(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address, include_dashboard=False if address == "local" else None, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ArgumentError(
+            f"ray: there is no cluster at {address!r} that lets this process in ({error}); if it asks for a "
+            "token, as Ray's own default is, have the token here and set RAY_AUTH_MODE=token"
+        ) from error
 
 
 def _made_of(model: VLLM | str) -> tuple[str, dict[str, Any]]:
