@@ -2,6 +2,8 @@
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 PYTEST := $(BIN)/python -m pytest
+JOBS ?= 1
+SIDE_BY_SIDE := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 
 .PHONY: help setup demo test test-ranks test-stages test-fast bench docs docs-output lint clean
 .DEFAULT_GOAL := help
@@ -24,8 +26,8 @@ $(STAMP): pyproject.toml tools/setup_venv.py
 demo: setup  ## a walkthrough with a small real model on the CPU
 	@$(BIN)/python -m insitu.walkthrough
 
-test: setup lint  ## everything that needs no GPU
-	@$(PYTEST) -m "not gpu"
+test: setup lint  ## everything that needs no GPU (JOBS=2: two processes, of up to 8 GB each)
+	@$(PYTEST) -m "not gpu" $(SIDE_BY_SIDE)
 	@$(MAKE) --no-print-directory test-ranks
 
 test-ranks: setup  ## the engine's tests on two ranks, each a process of its own
