@@ -37,14 +37,18 @@ INSITU = (sys.executable, "-m", "insitu.cli", "serve")
 
 class Server:
     def __init__(
-        self, *arguments: str, command: Sequence[str] = INSITU, environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        command: Sequence[str] = INSITU,
+        environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         settings = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny")
-        whole = [*command, models.tiny("llama"), *settings, *arguments, "--port", str(self.port)]
+        whole = [*command, folder or models.tiny("llama"), *settings, *arguments, "--port", str(self.port)]
         self.process = subprocess.Popen(whole, start_new_session=True, env=environment)
         try:
             self.wait()

@@ -66,7 +66,9 @@ class Http:
         reader = FrameReader()
         try:
             with self._answered("POST", route, body, CONTENT_TYPE) as answer:
-                while part := answer.read1(1 << 20):
+                # What has a length comes at once, and of that read1 does not notice the end.
+                read = answer.read1 if answer.length is None else answer.read
+                while part := read(1 << 20):
                     yield from reader.feed(part)
         except (OSError, HTTPException) as error:
             raise self._unreachable(error) from None

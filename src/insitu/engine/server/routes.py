@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from insitu._version import __version__
-from insitu.block import ArgumentError, InsituError
+from insitu.block import InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.server import forms, metrics, openapi
-from insitu.engine.server.access import Access, RefusedError, kept
+from insitu.engine.server.access import Access, RefusedError
+from insitu.engine.server.answers import answered
 from insitu.engine.server.checks import Checks
 from insitu.engine.server.edits import Edits
 from insitu.engine.server.traces import Traces
 from insitu.net import (
     CONTENT_TYPE,
-    Event,
-    Failed,
     Key,
     Permission,
-    Saves,
     TraceRequest,
     WireError,
     decode_frame,
-    encode_event,
-    frame_parts,
 )
 from insitu.net.form import schema
 
 PREFIX = "/insitu/v1"
-_HELD = 1 << 16
 
 
 class _Route(APIRoute):
@@ -70,8 +64,8 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
 
     async def _frames(request: Request, key: Key, kind: str, run: Callable[[TraceRequest, Key], Any]) -> Response:
         with access.admitted(key) as held:
-            events = _counted(run(await _asked(request, kind), key), kind)
-            return StreamingResponse(kept(_encoded(events), held.pop_all()), media_type=CONTENT_TYPE)
+            asked = await _asked(request, kind)
+            return answered(run(asked, key), kind, held.pop_all())
 
     @made.get("/model", summary="The module tree", **openapi.PLAIN)
     async def tree(request: Request) -> Response:
@@ -182,33 +176,3 @@ async def _body(request: Request, limit: int) -> bytes:
         if len(body) > limit:
             raise RefusedError(413, "too-large", f"the request has more than {limit} bytes")
     return bytes(body)
-
-
-async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncIterator[Event]:
-    metrics.TRACES.labels(kind).inc()
-    async with aclosing(events):  # type: ignore[type-var]
-        async for event in events:
-            if isinstance(event, Failed):
-                metrics.FAILURES.labels(kind).inc()
-            elif isinstance(event, Saves):
-                metrics.saved([*event.values.values(), event.returned])
-            yield event
-
-
-async def _encoded(events: AsyncIterator[Event]) -> AsyncGenerator[bytes | memoryview, None]:
-    """The frames; those of short results go out with what comes next."""
-    held = bytearray()
-    async with aclosing(events):  # type: ignore[type-var]
-        async for event in events:
-            try:
-                parts = frame_parts(encode_event(event))
-            except ArgumentError as error:
-                parts = frame_parts(encode_event(Failed(error, getattr(event, "invoke", None))))
-            for part in parts:
-                if isinstance(event, (Saves, Failed)) and len(held) + len(part) < _HELD:
-                    held += part
-                    continue
-                if held:
-                    yield bytes(held)
-                    held.clear()
-                yield part

@@ -69,7 +69,8 @@ class Routes:
         self._metrics = EngineMetrics(model)
         access = Access(_keys(args), _permission(args))
         BesideOpenAI(model, access).watch(state)
-        self._app.include_router(router(model, Traces(model), access))
+        traces = Traces(model, adapters=lambda: state.openai_serving_models.lora_requests)
+        self._app.include_router(router(model, traces, access))
         state.insitu = model
         if _KEEP_ALIVE not in os.environ:
             os.environ[_KEEP_ALIVE] = "1"

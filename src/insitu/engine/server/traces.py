@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -40,8 +40,16 @@ _EVERY = 0.5
 class Traces:
     """The traces of one server. Blocks run under the allow-list of ``insitu.guard``, but for those of trusted keys."""
 
-    def __init__(self, model: AsyncVLLM, limits: GuardLimits | None = None, wire: WireLimits | None = None) -> None:
+    def __init__(
+        self,
+        model: AsyncVLLM,
+        limits: GuardLimits | None = None,
+        wire: WireLimits | None = None,
+        adapters: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """``adapters`` gives the LoRA adapters that a client may name."""
         self._model = model
+        self._adapters = adapters
         self._limits = limits or GuardLimits()
         self.wire: WireLimits = wire or WireLimits()
 
@@ -61,10 +69,9 @@ class Traces:
         tasks: list[asyncio.Task[Any]] = []
         try:
             decoded = asked.decoded(resolved, self.wire).invokes
-            for one in decoded:
-                require_plain(one.sampling)
             engine = self._model._running()
-            work = [engine.prepare_plain(one.prompt, one.sampling, None, key.name) for one in decoded]
+            asked_for = [(one.prompt, self._settings(one.sampling)) for one in decoded]
+            work = [engine.prepare_plain(prompt, settings, None, key.name) for prompt, settings in asked_for]
             tasks = [asyncio.create_task(engine.generated(one)) for one in work]
             for number, task in enumerate(tasks):
                 output = await task
@@ -108,8 +115,7 @@ class Traces:
             block: Any = FunctionBlock(one.block) if isinstance(one.block, FunctionType) else one.block
             values = one.values if isinstance(one.block, (Block, GuardedBlock)) else {}
             job = Job(uuid.uuid4().hex, block, values, "<client>", tracer, shared=frozenset(one.shared), invoke=number)
-            require_plain(one.sampling)
-            wave.append((engine.prepare(one.prompt, one.sampling, key.name), job))
+            wave.append((engine.prepare(one.prompt, self._settings(one.sampling), key.name), job))
         return wave
 
     def blocks(self, asked: TraceRequest, key: Key, tracer: Any) -> Sequence[RestrictedInvoke | TrustedInvoke]:
@@ -119,6 +125,16 @@ class Traces:
         if key.permission >= Permission.TRUSTED:
             return trusted(asked, named, self.wire)
         return restricted(asked, named, self._limits.of_key(key.limits), self.wire)
+
+    def _settings(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A client's, with the adapter that it names."""
+        require_plain(sampling)
+        name = sampling.get("lora_request")
+        if not isinstance(name, str):
+            return sampling
+        if (adapter := self._adapters().get(name)) is None:
+            raise ArgumentError(f"lora_request: this server has no adapter {name!r:.60}; GET /v1/models lists them")
+        return {**sampling, "lora_request": adapter}
 
     def _named(self, tracer: Any, ref: Named) -> Any:
         if ref.kind == "model":
