@@ -36,7 +36,7 @@ class Http:
             try:
                 return self._json("GET", route, query=query)
             except (OSError, HTTPException) as error:
-                if attempt == _TRIES - 1:
+                if isinstance(error, InsituError) or attempt == _TRIES - 1:
                     raise self._unreachable(error) from None
                 time.sleep(_PAUSE * 2**attempt)
         raise AssertionError
@@ -89,7 +89,9 @@ class Http:
             return kind(_said(body))
         return EngineError(f"the server {self.url} answered {status}: {_said(body)}")
 
-    def _unreachable(self, error: Exception) -> EngineError:
+    def _unreachable(self, error: Exception) -> InsituError:
+        if isinstance(error, InsituError):  # what a server answers may be an OSError too: a PermissionError
+            return error
         return EngineError(f"the server {self.url} can't be reached, or has gone away: {error}")
 
 
