@@ -80,6 +80,16 @@ def cases(model: Any) -> dict[str, Callable[[int], object]]:
     }
 
 
+def profiled(run: Callable[[], object], note: Callable[[FrameType, str, Any], object]) -> None:
+    """Runs it while ``note`` is told of each call, as by ``sys.setprofile``."""
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+
+
 def calls_of(run: Callable[[], object]) -> Counter[str]:
     """Calls while ``run`` runs, by room of insitu, and of everything else by ``""``."""
     counted: Counter[str] = Counter()
@@ -93,12 +103,7 @@ def calls_of(run: Callable[[], object]) -> Counter[str]:
                 rooms[file] = "/".join(parts[:-1]) if file.startswith(_SOURCE) else ""
             counted[rooms[file]] += 1
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
+    profiled(run, note)
     return counted
 
 

@@ -100,15 +100,15 @@ def trace_of(program: str, names: list[str]) -> Callable[..., dict[str, Any]]:
     """A function that traces all prompts with the program as their block."""
     body = "\n".join(f"                {line}" for line in program.splitlines())
     text = (
-        "def traced(model, vectors, w):\n"
-        "    with model.trace(**GREEDY) as tracer:\n"
+        "def traced(model, vectors, w, sampling):\n"
+        "    with model.trace(**sampling) as tracer:\n"
         "        for prompt, v in zip(PROMPTS, vectors):\n"
         f"            with tracer.invoke(prompt):\n{body}\n"
         f"    return {{name: value for name, value in locals().items() if name in {names!r}}}\n"
     )
     file = f"<program {abs(hash(text))}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {"GREEDY": GREEDY, "PROMPTS": PROMPTS}
+    namespace: dict[str, Any] = {"PROMPTS": PROMPTS}
     exec(compile(text, file, "exec"), namespace)
     return namespace["traced"]
 
@@ -125,7 +125,7 @@ def test_any_program_leaves_the_same(llama: VLLM, program: str, seed: int) -> No
     names += sorted({line.removesuffix(".save()") for line in program.splitlines() if line.startswith("x")})
     traced = trace_of(program, names)
     with counted(llama) as counts:
-        alone, together = alone_and_together(llama, lambda: traced(llama, vectors, shared))
+        alone, together = alone_and_together(llama, lambda: traced(llama, vectors, shared, GREEDY))
     event(f"together: {counts[0]}, failed: {isinstance(together, BaseException)}")
     assert same(alone, together), program
 

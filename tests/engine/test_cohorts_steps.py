@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from insitu import VLLM, NotReachedError
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, same
+from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, same, trace_of
 from tests.models import LAYERS
 
 pytestmark = pytest.mark.in_process  # other engines run each block alone
@@ -140,23 +139,6 @@ def programs(draw: st.DrawFn) -> str:
     return "\n".join(lines)
 
 
-def trace_of(program: str) -> Callable[..., dict[str, Any]]:
-    body = "\n".join(f"                {line}" for line in program.splitlines())
-    text = (
-        "def traced(model, vectors, w, sampling):\n"
-        "    with model.trace(temperature=0.0, **sampling) as tracer:\n"
-        "        for prompt, v in zip(PROMPTS, vectors):\n"
-        f"            with tracer.invoke(prompt):\n{body}\n"
-        "    names = ('rows', 'total', 'last')\n"
-        "    return {name: value for name, value in locals().items() if name in names}\n"
-    )
-    file = f"<program of steps {abs(hash(text))}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {"PROMPTS": PROMPTS}
-    exec(compile(text, file, "exec"), namespace)
-    return namespace["traced"]
-
-
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs(), seed=st.integers(0, 9), stops=st.lists(st.integers(0, 400), max_size=60))
 @pytest.mark.slow
@@ -164,8 +146,8 @@ def test_any_steps_leave_the_same(llama: VLLM, program: str, seed: int, stops: l
     generator = torch.Generator().manual_seed(seed)
     vectors = [torch.randn(WIDTH, generator=generator) for _ in PROMPTS]
     shared = torch.randn(WIDTH, generator=generator)
-    sampling = {"max_tokens": STEPS, "stop_token_ids": stops} if stops else {"max_tokens": STEPS, "ignore_eos": True}
-    traced = trace_of(program)
+    sampling = GREEDY | ({"stop_token_ids": stops} if stops else {"ignore_eos": True})
+    traced = trace_of(program, ["rows", "total", "last"])
 
     def work() -> Any:
         return traced(llama, vectors, shared, sampling)

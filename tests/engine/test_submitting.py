@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
 from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
 
+from benchmarks.calls import profiled
 from insitu.block import ArgumentError, PromptError
 
 pytestmark = pytest.mark.in_process
@@ -33,12 +33,7 @@ def encodings(run: Any) -> int:
         nonlocal asked
         asked += event == "call" and frame.f_code.co_name == "_encode_plus"
 
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
+    profiled(run, note)
     return asked
 
 

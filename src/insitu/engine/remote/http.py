@@ -32,23 +32,22 @@ class Http:
 
     def get(self, route: str, **query: str) -> Any:
         """The JSON at a route. Tried again if the server can't be reached, since nothing is changed by it."""
-        for attempt in range(_TRIES):
+        for attempt in range(_TRIES - 1):
             try:
                 return self._json("GET", route, query=query)
-            except (OSError, HTTPException) as error:
-                if isinstance(error, InsituError) or attempt == _TRIES - 1:
-                    raise self._unreachable(error) from None
+            except InsituError:
+                raise
+            except (OSError, HTTPException):
                 time.sleep(_PAUSE * 2**attempt)
-        raise AssertionError
+        with self._reaching():
+            return self._json("GET", route, query=query)
 
     def send(
         self, method: str, route: str, body: bytes | None = None, kind: str = "application/json", **query: str
     ) -> Any:
         """The JSON that something is answered with. Sent once."""
-        try:
+        with self._reaching():
             return self._json(method, route, body, kind, query)
-        except (OSError, HTTPException) as error:
-            raise self._unreachable(error) from None
 
     def _json(
         self,
@@ -64,15 +63,21 @@ class Http:
     def post(self, route: str, body: bytes) -> Iterator[Frame]:
         """The frames of the answer as they come. Sent once: it can't be known how far a trace came."""
         reader = FrameReader()
-        try:
-            with self._answered("POST", route, body, CONTENT_TYPE) as answer:
-                # What has a length comes at once, and of that read1 does not notice the end.
-                read = answer.read1 if answer.length is None else answer.read
-                while part := read(1 << 20):
-                    yield from reader.feed(part)
-        except (OSError, HTTPException) as error:
-            raise self._unreachable(error) from None
+        with self._reaching(), self._answered("POST", route, body, CONTENT_TYPE) as answer:
+            # What has a length comes at once, and of that read1 does not notice the end.
+            read = answer.read1 if answer.length is None else answer.read
+            while part := read(1 << 20):
+                yield from reader.feed(part)
         reader.close()
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except InsituError:  # what a server answers may be an OSError too: a PermissionError
+            raise
+        except (OSError, HTTPException) as error:
+            raise EngineError(f"the server {self.url} can't be reached, or has gone away: {error}") from None
 
     @contextmanager
     def _answered(self, method: str, route: str, body: bytes | None, kind: str) -> Iterator[HTTPResponse]:
@@ -88,11 +93,6 @@ class Http:
         if isinstance(kind, type) and issubclass(kind, InsituError):
             return kind(_said(body))
         return EngineError(f"the server {self.url} answered {status}: {_said(body)}")
-
-    def _unreachable(self, error: Exception) -> InsituError:
-        if isinstance(error, InsituError):  # what a server answers may be an OSError too: a PermissionError
-            return error
-        return EngineError(f"the server {self.url} can't be reached, or has gone away: {error}")
 
 
 def _said(body: bytes) -> str:
