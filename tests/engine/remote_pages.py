@@ -25,7 +25,7 @@ def main(page: str, result: str) -> None:
         models.append(self)
 
     client.VLLM.__init__ = noted  # type: ignore[method-assign]
-    client.Trace = lambda engine, lock, prompts, settings: RemoteTrace(models[-1], prompts, settings)  # type: ignore[misc,assignment]
+    client.Trace = lambda engine, lock, prompts, settings, *_: RemoteTrace(models[-1], prompts, settings)  # type: ignore[misc,assignment]
     Path(result).write_text(json.dumps(pages._run_here(Path(page))))
 
 
