@@ -21,6 +21,8 @@ from tests import models
 
 CASES = ("plain vLLM", "one place, invokes", "four places")
 ROUNDS = 15
+ALONE = 300
+"""Rounds of one request by itself, which is over soon."""
 
 
 def main() -> None:
@@ -31,7 +33,7 @@ def main() -> None:
         runs = cases(model)
         for count in (1, 16, 256):
             seconds: dict[str, list[float]] = {name: [] for name in CASES}
-            for turn in range(ROUNDS + 1):
+            for turn in range(max(ROUNDS, ALONE // count) + 1):
                 for name, taken in seconds.items():
                     start = time.perf_counter()
                     runs[name](count)

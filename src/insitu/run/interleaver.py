@@ -307,16 +307,24 @@ class Interleaver(Alone):
             return function
 
     def _kept_for_skips(self, leave: Place, inputs: Any) -> KeptRows | None:
-        skipping = [self._rows_of(run) for run in self._waiting.get(leave, ()) if run.skipping]
+        if leave not in self._waiting:
+            return None
+        skipping = [self._rows_of(run) for run in self._waiting[leave] if run.skipping]
         return KeptRows(inputs, skipping, self.modules.fixed) if skipping else None
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
         copies: dict[int, torch.Tensor] = {}
         self.touched = set()
         live = self._write_again(place, live, copies)
-        runs = self._arrived(place)
-        ids_below = self._ids_below(place) if runs else 0
-        if runs and place not in self.kinds:
+        if runs := self._arrived(place):
+            live = self._serve(place, runs, live, copies)
+        if self._recorders:
+            self._record(place, live)
+        return live
+
+    def _serve(self, place: Place, runs: list[BlockRun], live: Any, copies: dict[int, torch.Tensor]) -> Any:
+        ids_below = self._ids_below(place)
+        if place not in self.kinds:
             self._learn_kind(place, live, self.rows[runs[0]])
         for run in runs:
             try:
@@ -328,8 +336,6 @@ class Interleaver(Alone):
             except Exception as error:  # whatever a block left there, it is this request's error
                 run.refuse(error)
             self._park(run)
-        if self._recorders:
-            self._record(place, live)
         return live
 
     def _learn_kind(self, place: Place, live: Any, rows: Rows) -> None:
@@ -371,7 +377,9 @@ class Interleaver(Alone):
         else:
             self.order.arrive(place, self._active)
             self._reached = max(self._reached, self.order.next_visit(place, self._reached))
-        waiting = self._waiting.pop(place, [])
+        waiting = self._waiting.pop(place, None)
+        if waiting is None:
+            return []
         if absent := [run for run in waiting if run not in self.rows]:
             self._waiting[place] = absent
         return in_order(run for run in waiting if run in self.rows)

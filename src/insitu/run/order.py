@@ -46,12 +46,12 @@ class VisitOrder:
 
     def position(self, place: Place) -> int:
         """Where ``place`` comes in a step, the last time as far as it has been seen; 0 if it has not."""
-        return self._visits[place][-1] if place in self._visits else 0
+        return self._visits.get(place, _NEVER)[-1]
 
     def next_visit(self, place: Place, after: int) -> int:
         """Where ``place`` comes the next time; a forward may call one module twice."""
-        visits = self._visits.get(place, ())
-        return next((each for each in visits if each > after), self.position(place))
+        visits = self._visits.get(place, _NEVER)
+        return visits[0] if len(visits) == 1 else next((each for each in visits if each > after), visits[-1])
 
     def __contains__(self, place: Place) -> bool:
         return place in self._visits
@@ -74,6 +74,8 @@ def require_to_come(run: BlockRun, place: Place, order: VisitOrder, learning: bo
     if late:
         raise refusals.gone_by(place, run.at)
 
+
+_NEVER = [0]
 
 TAIL = (LOGITS, SAMPLES, RESULT)
 """What comes after the forward, in order."""

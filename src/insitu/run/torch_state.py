@@ -125,7 +125,7 @@ class TorchState:
 
 
 def _autocast_device() -> str:
-    return "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+    return "cuda" if torch.cuda.is_initialized() else "cpu"
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:

@@ -84,6 +84,8 @@ def _typed(name: str, value: Any) -> Any:
     if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
         return value  # vLLM takes these two
     wanted = _WANTED[name]
+    if type(value) in _AS_IT_IS[name] and (type(value) is not int or abs(value) <= _LARGEST):
+        return value
     try:
         plain = value.tolist() if hasattr(value, "tolist") else value
         if _classes(wanted):
@@ -103,6 +105,10 @@ def _classes(wanted: Any) -> tuple[type, ...]:
 
 def _kinds(wanted: Any) -> tuple[Any, ...]:
     return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+
+
+_AS_IT_IS = {name: {int, float, bool, str, type(None)} & {*_kinds(wanted)} for name, wanted in _WANTED.items()}
+"""Types that need no look at their values."""
 
 
 def _words(wanted: Any) -> str:
