@@ -6,8 +6,7 @@ request sees of a value is in ``served``, the coroutine in ``block_run``, vLLM i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import Any
 
@@ -15,26 +14,22 @@ import torch
 
 from insitu.block import LocationError
 from insitu.run import refusals
-from insitu.run.alone import Alone
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun, in_order
-from insitu.run.calls import Calls
 from insitu.run.kinds import ByRows, kind_of
-from insitu.run.modules import ModuleTable
-from insitu.run.ops import Operations, unbound
-from insitu.run.order import VisitOrder, require_to_come
+from insitu.run.order import require_to_come
 from insitu.run.recorder import Recorder
 from insitu.run.sending import Sender
 from insitu.run.served import Rows, Served
 from insitu.run.skips import KeptRows
 from insitu.run.torch_state import BlockState
-from insitu.run.watches import Watches
+from insitu.run.watching import Watching
 from insitu.tree import LOGITS, RESULT, SAMPLES, STEP, Listing, Place
 
 RowsOf = Mapping[BlockRun, Rows]
 
 
-class Interleaver(Alone):
+class Interleaver(Watching):
     """The blocks beside one model. The engine calls, for each step and in this order:
 
     ``begin`` with the step's runs; ``open`` with their rows before the forward; ``rows`` when the
@@ -53,21 +48,12 @@ class Interleaver(Alone):
         self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor], safe_ids: int = 0
     ) -> None:
         """``safe_ids``: ids below this are token ids and positions alike, for modules that take either."""
-        self.modules = ModuleTable(root)
+        super().__init__(root, unembed)
         self.anatomy: Anatomy = Anatomy(self.modules)
-        self.order: VisitOrder = VisitOrder()
         self.rows: RowsOf = {}
-        self.calls: Calls = Calls(self.modules, unembed)
         self.sender: Sender = Sender()
         self._safe_ids = safe_ids
-        self._watches = Watches(self._visit)
-        self.ops: Operations = Operations(self.modules, self._watches.forward_of)
-        self._reached = 0
         self._waiting: dict[Place, list[BlockRun]] = {}
-        self._sourced: set[Place] = set()  # where one has waited whose block names operations
-        self._active: list[str] = []
-        self._called: set[int] = set()
-        self._watched: set[Place] = set()
         self._recorders: list[tuple[BlockRun, Recorder]] = []
         self._open = False
         self._vocabulary = 0
@@ -122,15 +108,6 @@ class Interleaver(Alone):
             self._watch(place)
         for _, recorder in self._recorders:
             self._watch_for(recorder)
-
-    @contextmanager
-    def inside(self, path: str) -> Iterator[None]:
-        """What runs here belongs to the module at ``path``, though that itself is not called."""
-        self._active.append(path)
-        try:
-            yield
-        finally:
-            self._active.pop()
 
     def logits(self, tensor: torch.Tensor) -> torch.Tensor:
         """Serves this step's logits ``[requests, vocab]``; returns what sampling goes on from."""
@@ -213,7 +190,7 @@ class Interleaver(Alone):
         if self._open:
             self._watch_for(recorder)
 
-    # -- watching modules -----------------------------------------------------------------
+    # -- who waits where ------------------------------------------------------------------
 
     def _park(self, run: BlockRun) -> None:
         place = run.waiting
@@ -227,84 +204,6 @@ class Interleaver(Alone):
             self._sourced.add(place)
         if self._open:
             self._watch(place)
-
-    def _watch(self, place: Place) -> None:
-        if not place.in_forward:
-            return
-        if place not in self._watched:
-            self._watched.add(place)
-            for path in self._around(place):
-                self._wrap(path)
-            if place.op:
-                self.ops.await_op(place)
-        if place in self._sourced:
-            self.ops.await_any(self._around(place))
-
-    def _around(self, place: Place) -> list[str]:
-        """Paths of the modules to watch for ``place``: its own, and those in whose calls it comes."""
-        return [*self.order.calls(place.module), *self.modules.owners(place.path), place.path]
-
-    def _watch_for(self, recorder: Recorder) -> None:
-        for path in recorder.paths:
-            self._wrap(path)
-
-    def _wrap(self, path: str) -> None:
-        self._watches.put_on(self.modules[path])
-
-    def _visit(self, module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._called.add(id(module))
-        path = None if self.calls.running else self.modules.path_now(module, self._active)
-        if path is None:
-            return forward(*args, **kwargs)
-        self._active.append(path)
-        try:
-            return self._pass(path, "", forward, args, kwargs)
-        finally:
-            self._active.pop()
-
-    def _operate(self, path: str, within: str, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """An operation in a forward with stops."""
-        if self.calls.running:
-            return function(*args, **kwargs)
-        function, args = unbound(function, args)
-        op = f"{within}.{name}" if within else name
-        if self.ops.is_wanted(path, op):
-            return self._pass(path, op, function, args, kwargs)
-        value = self.ops.run_unwatched(path, op, function, args, kwargs)
-        self._note_module(function)
-        # A module that it calls may have been where a block came to ask for its output.
-        return self._serve_if_awaited(Place(path, "output", op), value) if self.ops.is_wanted(path, op) else value
-
-    def _pass(self, path: str, op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call in the forward, with what happens before and after it."""
-        entry, leave = Place(path, "input", op), Place(path, "output", op)
-        args, kwargs = self._serve_if_awaited(entry, (args, kwargs))
-        kept = self._kept_for_skips(leave, (args, kwargs))
-        try:
-            value = self._beginning(leave, function)(*args, **kwargs)
-        finally:
-            self.ops.end(path, op)
-        if op:
-            self._note_module(function)
-        if kept is not None:
-            kept.put_back()
-        return self._serve_if_awaited(leave, value)
-
-    def _note_module(self, called: Any) -> None:
-        """What an operation called, once it is over: if it is a module, its places have gone by."""
-        if isinstance(called, torch.nn.Module):
-            path = self.modules.path_now(called, self._active)
-            self._note_left(Place(path or "", "output"))
-
-    def _note_left(self, output: Place) -> None:
-        self._reached = max(self._reached, self.order.position(output))
-
-    def _beginning(self, leave: Place, function: Callable[..., Any]) -> Callable[..., Any]:
-        try:
-            return self.ops.begin(leave.path, leave.op, function, self._operate)
-        except LocationError as error:
-            self._refuse_inside(leave, error)
-            return function
 
     def _kept_for_skips(self, leave: Place, inputs: Any) -> KeptRows | None:
         if leave not in self._waiting:

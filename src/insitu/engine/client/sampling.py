@@ -84,7 +84,8 @@ def _typed(name: str, value: Any) -> Any:
     if name in ("logprobs", "prompt_logprobs") and isinstance(value, bool):
         return value  # vLLM takes these two
     wanted = _WANTED[name]
-    if type(value) in _AS_IT_IS[name] and (type(value) is not int or abs(value) <= _LARGEST):
+    kind = type(value)
+    if kind in _AS_IT_IS[name] and (kind is not int or abs(value) <= _LARGEST):
         return value
     try:
         plain = value.tolist() if hasattr(value, "tolist") else value
