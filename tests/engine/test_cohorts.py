@@ -54,7 +54,9 @@ def alone_and_together(model: VLLM, work: Callable[[], Any]) -> tuple[Any, Any]:
 def same(one: Any, other: Any) -> bool:
     """Equal to the bit."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
@@ -70,6 +72,9 @@ READS = ["model.resid_post[{}]", "model.model.layers[{}].mlp.output", "model.att
 PICKS = ["-1", "0", "1", ":2", "1:", "-2:", "::2", ":", "2:2"]
 SUMS = ["{} * 2.0", "{} + v", "v - {}", "{} - 0.5", "1.0 - {}", "-{}", "{} / 3", "{}.clone()", "{} + {}", "w * {}"]
 EDITS = ["{}[:] += v", "{}[-1] = 0", "{} *= 1.5", "{}[:1] += v", "{}[0] -= w", "{}[:] = v", "{}[1:] *= 0.5"]
+EDITS += ["{0} -= ({0} @ w)[:, None] * w", "{0}[:] -= {0}.mean(0)", "{0}[-1] *= 2 * {0}[-1].sigmoid()"]
+APART = ["{}.mean(0)", "{}.sum(-1)", "{}.norm(dim=-1)", "{}.softmax(-1)", "{} @ m", "{}.mean()", "{}.tanh()"]
+APART += ["{0} - {0}.mean(-1, keepdim=True)", "{}.argmax(-1)", "{}.sum(0) @ w", "({} @ m).amax(0)", "{}.norm()"]
 
 
 @st.composite
@@ -80,17 +85,17 @@ def programs(draw: st.DrawFn) -> str:
         name = f"x{layer}"
         lines.append(f"{name} = {draw(st.sampled_from(READS)).format(layer)}")
         for number in range(draw(st.integers(0, 4))):
-            kind = draw(st.sampled_from(["pick", "sum", "edit", "save"]))
+            kind = draw(st.sampled_from(["pick", "sum", "apart", "edit", "save"]))
             if kind == "edit":
                 lines.append(draw(st.sampled_from(EDITS)).format(name))
                 continue
             if kind == "save":
                 lines.append(f"{name}.save()")
                 continue
-            text = f"{name}[{draw(st.sampled_from(PICKS))}]" if kind == "pick" else name
-            if kind == "sum" or draw(st.booleans()):
-                form = draw(st.sampled_from(SUMS))
-                text = form.format(*[f"({text})"] * form.count("{}"))
+            text = f"{name}[{draw(st.sampled_from(PICKS))}]" if kind == "pick" or draw(st.booleans()) else name
+            if kind in ("sum", "apart") or draw(st.booleans()):
+                form = draw(st.sampled_from(APART if kind == "apart" else SUMS))
+                text = form.format(*[f"({text})"] * max(1, form.count("{}")))
             lines.append(f"y{layer}_{number} = ({text}).save()")
     lines.append("last = model.logits[0].save()")
     return "\n".join(lines)
@@ -101,6 +106,7 @@ def trace_of(program: str, names: list[str]) -> Callable[..., dict[str, Any]]:
     body = "\n".join(f"                {line}" for line in program.splitlines())
     text = (
         "def traced(model, vectors, w, sampling):\n"
+        "    m = torch.stack([w, 2 * w, w.flip(0)], 1)\n"
         "    with model.trace(**sampling) as tracer:\n"
         "        for prompt, v in zip(PROMPTS, vectors):\n"
         f"            with tracer.invoke(prompt):\n{body}\n"
@@ -108,7 +114,7 @@ def trace_of(program: str, names: list[str]) -> Callable[..., dict[str, Any]]:
     )
     file = f"<program {abs(hash(text))}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {"PROMPTS": PROMPTS}
+    namespace: dict[str, Any] = {"PROMPTS": PROMPTS, "torch": torch}
     exec(compile(text, file, "exec"), namespace)
     return namespace["traced"]
 
@@ -160,7 +166,7 @@ def test_what_has_no_rule_runs_alone_and_only_once(llama: VLLM) -> None:
     def block(tracer: Any) -> Any:
         hidden = llama.resid_post[1]
         seen.append(hidden.shape[0])
-        return hidden.sum()
+        return hidden.cumsum(0)
 
     llama.run(block, PROMPTS, **GREEDY)
     seen.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +33,12 @@ class Packed:
     def apart(self) -> list[Any]:
         copies: Any = torch.unbind_copy if self.counts is None else torch.split_with_sizes_copy
         return list(copies(self.tensor) if self.counts is None else copies(self.tensor, list(self.counts)))
+
+    def each_apart(self, function: Callable[[torch.Tensor], torch.Tensor], each: bool) -> Packed:
+        """What it gives of each request's rows by themselves; ``each``: one value, without an axis for rows."""
+        rows = self.tensor.unbind() if self.counts is None else self.tensor.split(list(self.counts))
+        made = list(map(function, rows))
+        return Packed(torch.stack(made), self.members, None) if each else self.like(torch.cat(made))
 
     def narrow(self, members: Members) -> Packed:
         """From here on it has these members' rows alone, in this order, in memory of its own."""

@@ -10,6 +10,7 @@ import torch
 
 from insitu.run.held import Held, NotStraightError, Shown, codes, require_known
 from insitu.run.kinds import is_plain
+from insitu.run.sym import Torch
 
 BUILTINS = {
     "range": range, "len": len, "enumerate": enumerate, "zip": zip, "list": list, "tuple": tuple, "dict": dict,
@@ -22,6 +23,8 @@ def shown(value: Any, known: Callable[[Any], bool]) -> Any:
     themselves there."""
     if is_plain(value) or known(value):
         return value
+    if value is torch:
+        return Torch()
     if type(value) in (list, tuple) and all(is_plain(part) or known(part) for part in value):
         return Shown(value) if type(value) is list else value
     if type(value) is torch.Tensor and not value.requires_grad and value.layout is torch.strided and not value.is_meta:

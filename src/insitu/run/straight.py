@@ -13,127 +13,15 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-
 from insitu.run import refusals
+from insitu.run.apart import outcome_of_call, outcome_of_product
 from insitu.run.heads import ATTN_PATTERN
 from insitu.run.held import Held, NotStraightError, bare
-from insitu.run.kinds import ByRows, Constant, is_plain, leaves
+from insitu.run.kinds import ByRows, leaves
 from insitu.run.noted import Noted, Program, Ref, mapped
 from insitu.run.shown import BUILTINS
+from insitu.run.sym import PLAIN_METHODS, Sym, ref_of
 from insitu.tree import LOGITS, SAMPLES, Place
-
-
-class Sym:
-    """Stands for a value. ``kind``: ``ByRows``, or a tuple, list or dict of kinds, as a place was seen to hold.
-
-    ``span``: which of the request's rows it has, if not all. ``when``: in which step of its request it was read.
-    ``base``, ``key``: what it is a part of.
-    """
-
-    __slots__ = (
-        "__weakref__", "_base", "_captured", "_key", "_kind", "_number", "_place", "_recording", "_span", "_when",
-    )  # fmt: skip
-
-    def __init__(self, recording: Recording, kind: Any, place: Place | None, span: Any = None, when: int = 0) -> None:
-        self._recording = recording
-        self._number = recording.count()
-        self._when = when
-        self._kind = kind
-        self._place = place
-        self._span = span
-        self._captured = False
-        self._base: Sym | None = None
-        self._key: Any = None
-
-    def __del__(self) -> None:
-        self._recording.let_go(self._number)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name not in _METHODS or not isinstance(self._kind, ByRows):
-            raise self._recording.refused()
-        return lambda: self._recording.note(name, (self,), self._kind, self._place, self._span)
-
-    # -- parts ----------------------------------------------------------------------------
-
-    def __getitem__(self, key: Any) -> Any:
-        recording, kind = self._recording, self._kind
-        if isinstance(kind, (tuple, list, dict)):
-            part = kind[key]  # as wrong a key as it would be alone
-            if isinstance(part, Constant):
-                if part.value is not None:  # it may be another one at another visit
-                    raise recording.refused()
-                return None
-            return recording.note("part", (self, key), part, self._place)
-        if _is_all(key):
-            return self
-        if kind.each or self._span is not None or not recording.fits(key, self):
-            raise recording.refused()
-        one = type(key) is int
-        part = recording.note(
-            "rows", (self, key), ByRows(kind.dims - one, one), self._place, None if one else repr(key)
-        )
-        part._base, part._key = self, key
-        return part
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if value is self and _is_all(key):
-            return  # the end of `x[:] += y`
-        if isinstance(value, Sym) and value._base is self and type(value._key) is type(key) and value._key == key:
-            return  # that of `x[-1] += y`
-        if not isinstance(self._kind, ByRows):
-            raise self._recording.refused()
-        target = self if _is_all(key) else self[key]
-        self._recording.edit(target, "copy", value)
-
-    def __iter__(self) -> Any:
-        return iter([self[index] for index in range(len(self))])
-
-    def __len__(self) -> int:
-        if not isinstance(self._kind, (tuple, list)):
-            raise self._recording.refused()
-        return len(self._kind)
-
-    def _refuse(self, *_: Any) -> Any:
-        raise self._recording.refused()
-
-    __bool__ = __contains__ = __float__ = __int__ = __index__ = __call__ = __delitem__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __repr__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
-    __hash__ = object.__hash__
-
-    # -- arithmetic -----------------------------------------------------------------------
-
-    def __neg__(self) -> Any:
-        if not isinstance(self._kind, ByRows):
-            raise self._recording.refused()
-        return self._recording.note("neg", (self,), self._kind, self._place, self._span)
-
-
-def _binary(name: str, reflected: bool = False) -> Callable[[Sym, Any], Any]:
-    def apply(self: Sym, other: Any) -> Any:
-        left, right = (other, self) if reflected else (self, other)
-        kind, span = self._recording.together(left, right)
-        by_rows = [each for each in (left, right) if isinstance(each, Sym) and each._kind.each == kind.each]
-        first = next((each for each in by_rows if each._place is not None), by_rows[0])
-        return self._recording.note(name, (bare(left), bare(right)), kind, first._place, span, first._when)
-
-    return apply
-
-
-def _in_place(name: str) -> Callable[[Sym, Any], Any]:
-    def apply(self: Sym, other: Any) -> Any:
-        self._recording.edit(self, name, other)
-        return self
-
-    return apply
-
-
-for _name in ("add", "sub", "mul", "truediv"):
-    setattr(Sym, f"__{_name}__", _binary(_name))
-    setattr(Sym, f"__r{_name}__", _binary(_name, reflected=True))
-    setattr(Sym, f"__i{_name}__", _in_place(_name))
 
 
 class Recording:
@@ -248,7 +136,9 @@ class Recording:
         return ByRows(3 if name in ("q", "k", "v") else 2)
 
     def _require_whole(self, value: Any, kind: Any) -> None:
-        if not isinstance(value, Sym) or value._kind != kind or value._span is not None or value._captured:
+        if not isinstance(value, Sym) or value._kind != kind or value._span is not None:
+            raise self.refused()
+        if value._captured or value._shaped:
             raise self.refused()
         if self._phase(value._when) != self._phase(self.step):
             raise self.refused()
@@ -280,18 +170,33 @@ class Recording:
         if when is None:
             when = args[0]._when if args and isinstance(args[0], Sym) else self.step
         result = None if what in _EFFECTS else Sym(self, kind, place, span, when)
-        if what in _METHODS or what == "rows":
+        if what in PLAIN_METHODS or what == "rows":
             if args[0]._captured:
                 raise self.refused()
             if what != "clone" and result is not None:
                 self._parts.setdefault((place, when), []).append(weakref.ref(result))
         if len(self.program.steps) == MOST:
             raise self.refused()
+        if result is not None:
+            result._shaped = what == "apart" or any(isinstance(each, Sym) and each._shaped for each in args)
         if result is not None and what == "read":
             self.program.kinds[result._number] = kind
         named = None if result is None else Ref(result._number)
         self.program.steps.append(Noted(what, mapped(args, Sym, ref_of), named, _line(sys._getframe(1))))
         return result
+
+    def apart(self, name: str, value: Sym, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation on each request's rows by themselves."""
+        is_whole = value._span is None and not value._captured
+        found = (
+            outcome_of_product(value._kind, args[0])
+            if name == "matmul"
+            else outcome_of_call(name, value._kind, is_whole, args, kwargs)
+        )
+        if found is None or value._captured:
+            raise self.refused()
+        span = value._span if found.by_rows else None
+        return self.note("apart", (value, name, args, kwargs, found.kind.each), found.kind, value._place, span)
 
     def edit(self, target: Sym, what: str, value: Any) -> None:
         """``target`` changed in place. Other parts of the same memory would change with it, so there may be none."""
@@ -344,36 +249,6 @@ MOST = 20_000
 """Steps. Alone, a loop without end may end at a place that has gone by."""
 _EFFECTS = {"write", "write_stream", "edit", "go_to", "move_on"}
 _ONE_ROW = (LOGITS, SAMPLES)
-_METHODS = {"clone", "detach", "float", "cpu", "contiguous"}
-
-
-def ref_of(sym: Sym) -> Ref:
-    return Ref(sym._number)
-
-
-def captured(recording: Recording, value: torch.Tensor) -> Sym:
-    """A tensor of the caller's that is another one for each request."""
-    sym = Sym(recording, ByRows(value.dim(), each=True), None)
-    sym._captured = True
-    return sym
-
-
-def _is_all(key: Any) -> bool:
-    return key is Ellipsis or (isinstance(key, slice) and key == slice(None))
-
-
-def can_come_home(value: Any, seen: set[int]) -> bool:
-    """Whether what a block leaves is made of values by name, numbers, and lists and the like, each there once."""
-    if isinstance(value, Sym):
-        return value._captured is False and None not in leaves(value._kind)
-    if type(value) not in (list, tuple, dict):
-        return is_plain(value)
-    if id(value) in seen and value:
-        return False
-    seen.add(id(value))
-    if type(value) is dict and not all(map(is_plain, value)):
-        return False
-    return all(can_come_home(part, seen) for part in (value.values() if type(value) is dict else value))
 
 
 def _line(frame: FrameType | None) -> tuple[CodeType, int]:

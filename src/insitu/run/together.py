@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from insitu.block import EngineError
+from insitu.run.apart import applied
 from insitu.run.noted import OPERATIONS, Noted, Program, Ref, mapped
 from insitu.run.packed import Members, Packed, bare_tensors, changed, narrowed, packed
 from insitu.tree import LOGITS, SAMPLES, current
@@ -140,6 +141,8 @@ class Together:
                 part.change(what, self._of(value))
                 if base is not None:  # of those that picking rows has copied
                     self._of(base).set_rows(key, part)
+            case "apart", (value, name, args, kwargs, each):
+                return self._of(value).each_apart(lambda rows: applied(name, rows, args, kwargs), each)
             case "neg", (value,):
                 return self._of(value).like(-self._of(value).tensor)
             case name, (value,):
@@ -174,6 +177,8 @@ class Together:
         match self._step and (self._step.what, self._step.args):
             case "edit", (target, _, _, what, value):
                 changed(own(target), what, own(value))
+            case "apart", (value, name, args, kwargs, _):
+                applied(name, own(value), args, kwargs)
             case name, (left, right) if name in OPERATIONS:
                 OPERATIONS[name](own(left), own(right))
 

@@ -19,7 +19,8 @@ from insitu.run.held import Held, NotStraightError, Shown, require_known
 from insitu.run.kinds import is_plain
 from insitu.run.noted import Program, mapped
 from insitu.run.shown import BUILTINS, Outside, shown, with_values
-from insitu.run.straight import Recording, Sym, can_come_home, captured, ref_of
+from insitu.run.straight import Recording
+from insitu.run.sym import Sym, can_come_home, captured, ref_of
 from insitu.run.together import Together
 from insitu.tree import LayerStream, ModelPlaces, Node, current, session_for
 
