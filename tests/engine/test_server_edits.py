@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -50,6 +52,14 @@ def ben(server: Server) -> Any:
 @pytest.fixture(scope="module")
 def client(server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def stored() -> Iterator[Any]:
+    """A client of a server that keeps responses, and its model."""
+    made = Server("--api-key", KEY, environment={**os.environ, "VLLM_ENABLE_RESPONSES_API_STORE": "1"})
+    yield openai.OpenAI(base_url=f"{made.url}/v1", api_key=KEY, max_retries=0), insitu.connect(made.url, KEY)
+    made.close()
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +225,62 @@ def test_an_edit_that_fails_fails_the_requests_beside_it(operator: Any, client: 
         server.post("/v1/responses", {"model": "tiny", "input": PROMPT * 3, "max_output_tokens": 4})
     assert refused.value.code == 500
     assert "tokens" in json.load(refused.value)["error"]["message"]
+
+
+def failing(model: Any, after: int) -> None:
+    with model.edit() as (tracer, edit):
+        for step in tracer.all():
+            if step == after:
+                raise ValueError(f"step {step}")
+
+
+def test_a_streamed_response_under_an_edit_that_fails_ends_with_its_event(operator: Any, client: Any) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": PROMPT, "max_output_tokens": 6, "temperature": 0}
+    kinds = [event.type for event in client.responses.create(stream=True, **asked)]
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    failing(operator, 2)
+    *before, last = client.responses.create(stream=True, **asked)
+    assert "response.output_text.delta" in [event.type for event in before]
+    assert [event.sequence_number for event in (*before, last)] == list(range(len(before) + 1))
+    assert (last.type, last.response.status, last.response.id) == (
+        "response.failed",
+        "failed",
+        before[0].response.id,
+    )
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "ValueError: step 2")
+
+
+def test_a_streamed_message_under_an_edit_that_fails_ends_with_an_error(operator: Any, server: Server) -> None:
+    failing(operator, 2)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "stream": True}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"{server.url}/v1/messages", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        events = answer.read().decode().split("\n\n")
+    assert "ValueError: step 2" in events[-2] or "ValueError: step 2" in events[-3], events
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_in_the_background_fails_with_its_edit(stored: Any, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": PROMPT, "max_output_tokens": 6, "temperature": 0}
+    client, model = stored
+    failing(model, 2)
+    try:
+        made = client.responses.create(background=True, stream=stream, **asked)
+        if stream:
+            events = list(made)
+            assert (events[-1].type, events[-1].response.error.message) == ("response.failed", "ValueError: step 2")
+            made = events[0].response
+            events = list(client.responses.retrieve(made.id, stream=True))  # told again
+            assert events[-1].type == "response.failed"
+        for _ in range(100):
+            found = client.responses.retrieve(made.id)
+            if found.status not in ("queued", "in_progress"):
+                break
+            time.sleep(0.1)
+        assert (found.status, found.error.message) == ("failed", "ValueError: step 2")
+    finally:
+        model.clear_edits()
 
 
 @pytest.mark.parametrize("source", ["import os", "x = model._engine", "open('/etc/passwd')"])

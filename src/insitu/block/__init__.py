@@ -3,7 +3,7 @@
 This floor needs the standard library only.
 """
 
-from .block import Block
+from .block import Block, SentOnce
 from .captured import CapturedBody
 from .captured_async import AsyncCapturedBody
 from .errors import (
@@ -54,6 +54,7 @@ __all__ = [
     "RequestError",
     "Saves",
     "Scope",
+    "SentOnce",
     "SharedModuleError",
     "Site",
     "SourceError",

@@ -22,11 +22,17 @@ from .source import compile_quietly, register
 from .supers import first_argument
 from .walk import clone
 
-__all__ = ["Block"]
+__all__ = ["Block", "SentOnce"]
+
+
+class SentOnce:
+    """A block that workers keep, and know by its ``digest`` from then on; one whose digest is empty they don't."""
+
+    digest: str
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class Block(SentOnce):
     """The body of a `with` statement, ready to run anywhere.
 
     It runs as module-level code with one dict for all its names, so that lambdas, comprehensions, functions

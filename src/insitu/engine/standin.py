@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from insitu.block import Block, EngineError
+from insitu.block import EngineError, SentOnce
 from insitu.engine.channel import UnknownBlockError
 from insitu.engine.client.base_model import BaseModel
 from insitu.engine.client.edit import EditTracer
@@ -19,6 +19,7 @@ from insitu.run import Interleaver
 from insitu.tree import Node, path_of
 
 _BLOCKS_KEPT = 1024
+_ORDINARY = frozenset((type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset))
 
 
 class ClientSide:
@@ -30,8 +31,10 @@ class ClientSide:
         self._tracers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def name(self, obj: Any) -> Any:
-        if isinstance(obj, Block):
-            return self._block(obj)
+        if type(obj) in _ORDINARY:
+            return None
+        if isinstance(obj, SentOnce):
+            return self._block(obj) if obj.digest else None
         if isinstance(obj, BaseTrace):
             self._tracers[id(obj)] = obj
             return "tracer", id(obj), bool(obj._prepared)
@@ -47,13 +50,13 @@ class ClientSide:
         """A message did not get there, and it can't be told which blocks have."""
         self._sent.clear()
 
-    def _block(self, block: Block) -> tuple[Any, ...]:
+    def _block(self, block: SentOnce) -> tuple[Any, ...]:
         known = block.digest in self._sent
         self._sent.pop(block.digest, None)
         self._sent[block.digest] = None
         if len(self._sent) > _BLOCKS_KEPT:
             del self._sent[next(iter(self._sent))]
-        return ("block", block.digest) if known else ("block", block.digest, *block.__reduce__()[1])
+        return ("block", block.digest) if known else ("block", block.digest, *block.__reduce__())
 
 
 class WorkerSide:
@@ -63,7 +66,7 @@ class WorkerSide:
         self.model: VLLM = VLLM(repo)
         self.model._engine = _EngineInBlock(interleaver, tokenizer)  # type: ignore[assignment]
         self._modules = interleaver.modules
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, SentOnce] = {}
 
     def name(self, obj: Any) -> Any:
         if isinstance(obj, BaseTrace):
@@ -86,10 +89,10 @@ class WorkerSide:
         vars(tracer)["_prepared"] = [None] * has_prompt  # which tells its refusals
         return tracer
 
-    def _block(self, digest: str, *fields: Any) -> Block:
-        if not fields and digest not in self._blocks:
+    def _block(self, digest: str, make: Any = None, fields: tuple[Any, ...] = ()) -> SentOnce:
+        if make is None and digest not in self._blocks:
             raise UnknownBlockError(f"the block {digest[:8]} has not arrived in the engine's worker process")
-        block = Block(*fields) if fields else self._blocks.pop(digest)
+        block = make(*fields) if make is not None else self._blocks.pop(digest)
         self._blocks[digest] = block
         if len(self._blocks) > _BLOCKS_KEPT:
             del self._blocks[next(iter(self._blocks))]

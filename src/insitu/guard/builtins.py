@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,10 +33,7 @@ class Builtins:
 
     def table(self) -> dict[str, Any]:
         """What ``__builtins__`` is to the block's code."""
-        found: dict[str, Any] = {name: getattr(builtins, name) for name in names.EXCEPTIONS}
-        found |= {"NotImplemented": NotImplemented, "Ellipsis": ..., "True": True, "False": False, "None": None}
-        for name in _PLAIN:
-            found[name] = Allowed(getattr(builtins, name), name)
+        found = dict(_of_every_run())
         for name, kind in _KINDS.items():
             found[name] = Kind(getattr(self, f"_{name}"), name, kind)
         for name in _OWN:
@@ -227,6 +225,13 @@ _OWN = ("repr", "format", "pow", "round", "divmod", "sum", "all", "any", "max", 
 _OWN += ("enumerate", "zip", "map", "filter", "iter", "next", "len", "isinstance", "getattr", "hasattr", "callable")
 BUILTINS = frozenset((*_PLAIN, *_KINDS, *_OWN, *names.EXCEPTIONS, "NotImplemented", "Ellipsis"))
 """The names of those that a restricted block has."""
+
+
+@functools.cache
+def _of_every_run() -> Mapping[str, Any]:
+    found: dict[str, Any] = {name: getattr(builtins, name) for name in names.EXCEPTIONS}
+    found |= {"NotImplemented": NotImplemented, "Ellipsis": ..., "True": True, "False": False, "None": None}
+    return found | {name: Allowed(getattr(builtins, name), name) for name in _PLAIN}
 
 
 def _zipped(iterators: list[Iterator[Any]], strict: bool) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ _PIECES = ("unbind", "split", "split_with_sizes", "unsafe_split", "chunk", "unsa
 class Watch(TorchDispatchMode):
     """On for as long as the block itself runs. Refuses what would take too much memory before it is taken."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap what watches, at each operation; a restricted block is compiled by nobody."""
+        return False
+
     def __init__(self, meter: Meter) -> None:
         super().__init__()
         self._meter = meter
@@ -49,8 +55,7 @@ class Watch(TorchDispatchMode):
         if name in ("bincount", "repeat_interleave"):
             self._meter.allocate(8 * _size_by_value(args, kwargs), name)
             return
-        bound = math.prod(max(tensor.numel(), 1) for tensor in given)
-        bound *= math.prod(abs(int(number)) + 1 for number in _numbers((args, tuple(kwargs.values()))))
+        bound = _bound(func, args, kwargs, given)
         if any(tensor.is_cuda for tensor in given):
             require_indices(name, args)
         _require_division(name, kwargs, given)
@@ -96,6 +101,14 @@ class Watch(TorchDispatchMode):
         is_solver = any(part in name for part in _SOLVERS) and given and given[0].dim() >= 2
         if is_solver and given[0].numel() * min(given[0].shape[-2:]) > _CUBED:
             self._meter.stop(f"`{name}` of a matrix this large takes too long")
+
+
+def _bound(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> int:
+    """How many elements an operation's result has at most, as far as shapes and numbers tell."""
+    if torch.Tag.pointwise in func.tags:
+        return math.prod(map(max, zip_longest(*(reversed(tensor.shape) for tensor in given), fillvalue=1)))
+    bound = math.prod(max(tensor.numel(), 1) for tensor in given)
+    return bound * math.prod(abs(int(number)) + 1 for number in _numbers((args, tuple(kwargs.values()))))
 
 
 def _require_division(name: str, kwargs: Any, given: list[torch.Tensor]) -> None:

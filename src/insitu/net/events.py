@@ -43,8 +43,7 @@ class Saves:
     """What an invoke left: saved values by name, or what its function returned, and lines that saved in vain.
 
     ``changed``: names of the caller's lists, dicts and sets that the block has changed.
-    ``lost``: file, line, holder and deleted name of each, as ``insitu.block.Lost`` has them. ``output``: the finished
-    request.
+    ``lost``: file, line, holder and deleted name of each, as ``insitu.block.Lost`` has them.
     """
 
     kind: ClassVar[str] = "saves"
@@ -52,7 +51,6 @@ class Saves:
     values: Mapping[str, Any] = field(default_factory=dict)
     returned: Any = None
     lost: Sequence[tuple[str, int, str | None, str | None]] = ()
-    output: Any = None
     changed: Sequence[str] = ()
 
 
@@ -88,12 +86,11 @@ def encode_event(event: Event, *, everything: bool = False) -> Frame:
             header |= {name: getattr(event, name) for name in _COUNTS}
         case Output(invoke, output):
             header |= {"invoke": invoke, "output": encoder.encode(output, "an output")}
-        case Saves(invoke, values, returned, lost, output, changed):
+        case Saves(invoke, values, returned, lost, changed):
             header["invoke"] = invoke
             header["values"] = {name: encoder.encode(value, f"`{name}`") for name, value in values.items()}
             header["returned"] = encoder.encode(returned, "what the block returned")
             header["lost"] = [[local_name(file), *rest] for file, *rest in lost]
-            header["output"] = encoder.encode(output, "the output")
             header["changed"] = list(changed)
         case Failed(error, invoke):
             header |= {"error": failure_of(error, everything=everything), "invoke": invoke}
@@ -104,6 +101,8 @@ def decode_event(frame: Frame, limits: WireLimits | None = None, arrays: Library
     """The event that a message is. Raises ``WireError``."""
     header = frame.header
     kind = header.get("kind")
+    if kind == "done":
+        return Done()
     try:
         decoder = Decoder(TensorReader(frame.whole, limits), limits, _resolve, arrays)
         if kind == "progress":
@@ -113,17 +112,15 @@ def decode_event(frame: Frame, limits: WireLimits | None = None, arrays: Library
         if kind == "saves":
             invoke, values = _number(header["invoke"]), decoder.names(header["values"])
             returned, lost = decoder.decode(header["returned"]), _lost(header["lost"])
-            output, changed = decoder.decode(header["output"]), header["changed"]
+            changed = header["changed"]
             if not isinstance(changed, list) or not all(isinstance(name, str) for name in changed):
                 raise WireError("what was changed is a list of names")
-            return Saves(invoke, values, returned, lost, output, changed)
+            return Saves(invoke, values, returned, lost, changed)
         if kind == "failed":
             invoke = header["invoke"]
             return Failed(error_of(header["error"]), None if invoke is None else _number(invoke))
     except KeyError as error:
         raise WireError(f"an event of the kind {kind!r:.40} has no {error}") from None
-    if kind == "done":
-        return Done()
     raise WireError(f"events of the kind {kind!r:.40} are not known", "unknown")
 
 

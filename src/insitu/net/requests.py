@@ -11,7 +11,7 @@ from insitu.net.errors import WireError
 from insitu.net.frames import Buffer, Frame
 from insitu.net.limits import WireLimits
 from insitu.net.refs import Ref
-from insitu.net.sources import CodeSource
+from insitu.net.sources import LONGEST, CodeSource
 from insitu.net.tensors import Library, TensorReader
 
 __all__ = ["DecodedFunction", "DecodedInvoke", "DecodedTrace", "FunctionSource", "InvokeRequest", "TraceRequest"]
@@ -63,6 +63,8 @@ class TraceRequest:
     """Whether each step's outputs are wanted as events, or the results alone."""
     kind: str = "trace"
     """``"trace"``; ``"edit"``, one block that is to stay, and no prompt; or ``"generate"``, prompts without blocks."""
+    size: int = 0
+    """Bytes of the message, as it came."""
 
     def frame(self) -> Frame:
         """The message, ready for ``encode_frame``."""
@@ -105,6 +107,9 @@ class TraceRequest:
             header["stream"],
             header["kind"],
         )
+        codes = {one.block for one in made.invokes if one.block} | {one.code for one in made.functions}
+        if sum(len(code.text) for code in codes) > LONGEST:
+            raise WireError(f"the code of a request has at most {LONGEST} characters", "too-large")
         for one in made.invokes:
             blocks = (one.block is not None) + (one.function is not None)
             if blocks != (made.kind != "generate"):

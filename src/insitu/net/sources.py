@@ -18,9 +18,10 @@ from insitu.block.syntax import syntax_tree
 from insitu.block.walk import clone
 from insitu.net.errors import WireError
 
-__all__ = ["PREFIX", "CodeSource", "block_source", "is_remote", "local_name", "remote_name"]
+__all__ = ["LONGEST", "PREFIX", "CodeSource", "block_source", "is_remote", "local_name", "remote_name"]
 
-_LONGEST = 200_000
+LONGEST = 200_000
+"""Characters of a text, and of all that a request brings."""
 _DEEPEST = 150
 _LAST_LINE = 10_000_000
 _TEXT = 1000
@@ -84,8 +85,8 @@ class CodeSource:
         texts = [data[key] for key in ("file", "name", "qualname")]
         if not all(isinstance(each, str) and len(each) <= _TEXT and each.isprintable() for each in texts):
             raise WireError("the file and names of code are short texts")
-        if not isinstance(data["text"], str) or len(data["text"]) > _LONGEST:
-            raise WireError(f"code is a text of at most {_LONGEST} characters", "too-large")
+        if not isinstance(data["text"], str) or len(data["text"]) > LONGEST:
+            raise WireError(f"code is a text of at most {LONGEST} characters", "too-large")
         lines = data.get("lines")
         if not _is_line(data["first"]) or not (
             lines is None or (isinstance(lines, list) and all(map(_is_line, lines)))

@@ -47,7 +47,6 @@ class RemoteResult:
     returned: Any = None
     error: BaseException | None = None
     lost: Sequence[Lost] = ()
-    output: Any = None
 
     def bound(self, name: str) -> dict[str, Any]:
         """Only what was saved comes back."""
@@ -116,7 +115,7 @@ class RemoteEngine:
                 results[event.invoke or 0] = RemoteResult(error=event.error)
             elif isinstance(event, Saves):
                 lost = [Lost(*one) for one in event.lost]
-                results[event.invoke] = RemoteResult(dict(event.values), event.returned, None, lost, event.output)
+                results[event.invoke] = RemoteResult(dict(event.values), event.returned, None, lost)
         return [results.get(number, RemoteResult(error=_missing())) for number in range(len(work))]
 
     def generate(self, prompts: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:

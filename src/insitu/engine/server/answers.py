@@ -2,57 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, aclosing
-from typing import Any, NamedTuple
-
-from fastapi.responses import Response, StreamingResponse
+from typing import Any
 
 from insitu.block import ArgumentError
 from insitu.engine.server import metrics
-from insitu.engine.server.access import kept
 from insitu.net import CONTENT_TYPE, Done, Event, Failed, Output, Progress, Saves, encode_event, frame_parts
 
 _HELD = 1 << 16
+_HEADERS = ((b"content-type", CONTENT_TYPE.encode()),)
 
 
-class Piece(NamedTuple):
-    """A part of the body."""
+class Frames:
+    """The answer that ``events`` are, an ASGI application. ``held`` is closed before its end is sent.
 
-    body: bytes | memoryview
-    is_last: bool = False
+    Its headers go out while the first event is waited for: the client has read them when that comes. A client that goes
+    ends the events.
+    """
 
+    def __init__(self, events: AsyncIterator[Event], kind: str, held: ExitStack) -> None:
+        self._pieces = _encoded(_counted(events, kind))
+        self._held = held
 
-def answered(events: AsyncIterator[Event], kind: str, held: ExitStack) -> Response:
-    """The answer that these events are. ``held`` is closed before its end is sent, and where nobody ever begins it."""
-    pieces: Any = kept(_encoded(_counted(events, kind)), held)
-    return Frames(pieces, media_type=CONTENT_TYPE)
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        sending: Any = asyncio.current_task()
+        gone = False
 
+        async def watch() -> None:
+            nonlocal gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            sending.cancel()
 
-class Frames(StreamingResponse):
-    """A body of ``Piece``. Where the first is the last, it goes out with its length, not as a stream."""
+        watching = asyncio.create_task(watch())
+        try:
+            with self._held:
+                await self._send(send)
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+            if sys.version_info >= (3, 11):
+                sending.uncancel()
+        finally:
+            watching.cancel()
 
-    async def stream_response(self, send: Any) -> None:
-        last, begun = b"", False
-        pieces: Any = self.body_iterator
-        async for body, is_last in pieces:
-            if is_last:  # sent when the events are over, and what they held is free
-                last = body
-                continue
-            if not begun:
-                begun = True
-                await self._begin(send, [])
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        if not begun:
-            await self._begin(send, [(b"content-length", b"%d" % len(last))])
+    async def _send(self, send: Any) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": list(_HEADERS)}
+        beginning = asyncio.create_task(send(start))
+        last = b""
+        async with aclosing(self._pieces):
+            async for body, is_last in self._pieces:
+                await beginning
+                if is_last:  # sent when the events are over, and what they held is free
+                    last = body
+                else:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._held.close()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _begin(self, send: Any, more: list[tuple[bytes, bytes]]) -> None:
-        headers = [*self.raw_headers, *more]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
 
-
-async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncIterator[Event]:
+async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncGenerator[Event, None]:
     metrics.TRACES.labels(kind).inc()
     async with aclosing(events):  # type: ignore[type-var]
         async for event in events:
@@ -63,25 +76,28 @@ async def _counted(events: AsyncIterator[Event], kind: str) -> AsyncIterator[Eve
             yield event
 
 
-async def _encoded(events: AsyncIterator[Event]) -> AsyncGenerator[Piece, None]:
-    """The frames; those of short results go out with what comes next."""
+async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[tuple[bytes | memoryview, bool], None]:
+    """The parts of the body, and whether each is the last; the frames of short results go out with what comes next."""
     held = bytearray()
-    async with aclosing(events):  # type: ignore[type-var]
+    async with aclosing(events):
         async for event in events:
-            try:
-                parts = frame_parts(encode_event(event))
-            except ArgumentError as error:
-                parts = frame_parts(encode_event(Failed(error, getattr(event, "invoke", None))))
-            for part in parts:
+            for part in _parts(event):
                 if len(held) + len(part) < _HELD:
                     held += part
                     continue
                 if held:
-                    yield Piece(bytes(held))
+                    yield bytes(held), False
                     held.clear()
-                yield Piece(part)
+                yield part, False
             if held and isinstance(event, (Progress, Output)):
-                yield Piece(bytes(held))
+                yield bytes(held), False
                 held.clear()
             if isinstance(event, Done):
-                yield Piece(bytes(held), is_last=True)
+                yield bytes(held), True
+
+
+def _parts(event: Event) -> Iterator[bytes | memoryview]:
+    try:
+        return frame_parts(encode_event(event))
+    except ArgumentError as error:
+        return frame_parts(encode_event(Failed(error, getattr(event, "invoke", None))))

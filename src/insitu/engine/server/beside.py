@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from vllm.entrypoints.openai.engine.protocol import GenerationError
 from vllm.sampling_params import RequestOutputKind
 
 from insitu.block import ArgumentError, InsituError
@@ -44,7 +45,7 @@ class _Field(msgspec.Struct, forbid_unknown_fields=True):
     edits: list[str] | None = None
 
 
-class EditError(Exception):
+class EditError(GenerationError):
     """An edit failed beside a request of a route that has no place for what edits leave."""
 
 

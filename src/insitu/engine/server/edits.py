@@ -46,7 +46,7 @@ class Edits:
         try:
             if len(asked.invokes) != 1:
                 raise WireError("an edit is one block")
-            (one,) = self._traces.blocks(asked, key, tracer)
+            (one,) = await self._traces.blocks(asked, key, tracer)
             if not isinstance(one.block, (Block, GuardedBlock)):
                 raise WireError("an edit is a block, not a function")
         except (InsituError, WireError, ValueError, TypeError) as error:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Coroutine, Mapping
+from inspect import signature
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from insitu._version import __version__
 from insitu.block import InsituError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.server import forms, metrics, openapi
 from insitu.engine.server.access import Access, RefusedError
-from insitu.engine.server.answers import answered
+from insitu.engine.server.answers import Frames
 from insitu.engine.server.checks import Checks
 from insitu.engine.server.edits import Edits
-from insitu.engine.server.traces import Traces
+from insitu.engine.server.traces import Traces, beside_loop
 from insitu.net import (
     CONTENT_TYPE,
     Key,
@@ -33,7 +35,15 @@ PREFIX = "/insitu/v1"
 
 
 class _Route(APIRoute):
-    """Answers what was refused. Not by a handler of the app, which answers every exception in its own way."""
+    """Answers what was refused. Not by a handler of the app, which answers every exception in its own way.
+
+    An endpoint that takes the request alone is called as it is: what else FastAPI does for it takes longer than some.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(path, endpoint, **settings)
+        if list(signature(endpoint).parameters) == ["request"]:
+            self.app = _plain(endpoint)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -47,6 +57,17 @@ class _Route(APIRoute):
         return handled
 
 
+def _plain(endpoint: Callable[[Request], Coroutine[Any, Any, Any]]) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await endpoint(Request(scope, receive, send))
+        except RefusedError as error:
+            response = error.response()
+        await response(scope, receive, send)
+
+    return app
+
+
 def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
     """insitu's routes."""
     made = APIRouter(prefix=PREFIX, tags=["insitu"], route_class=_Route)
@@ -55,17 +76,18 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
     async def _asked(request: Request, kind: str) -> TraceRequest:
         body = await _body(request, traces.wire.header + traces.wire.tensors)
         try:
-            asked = TraceRequest.of_frame(decode_frame(body, traces.wire), traces.wire)
+            asked = await beside_loop(lambda: TraceRequest.of_frame(decode_frame(body, traces.wire)), len(body))
+            asked = dataclasses.replace(asked, size=len(body))
         except WireError as error:
             raise RefusedError(400, error.code, str(error)) from None
         if asked.kind != kind:
             raise RefusedError(400, "unknown", f"this route takes a {kind!r}, and {asked.kind!r} has come")
         return asked
 
-    async def _frames(request: Request, key: Key, kind: str, run: Callable[[TraceRequest, Key], Any]) -> Response:
+    async def _frames(request: Request, key: Key, kind: str, run: Callable[[TraceRequest, Key], Any]) -> Frames:
         with access.admitted(key) as held:
             asked = await _asked(request, kind)
-            return answered(run(asked, key), kind, held.pop_all())
+            return Frames(run(asked, key), kind, held.pop_all())
 
     @made.get("/model", summary="The module tree", **openapi.PLAIN)
     async def tree(request: Request) -> Response:
@@ -96,12 +118,12 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
         return JSONResponse(await checks.run(key, await _body(request, traces.wire.header)))
 
     @made.post("/trace", summary="Runs blocks beside prompts", response_class=Response, **openapi.FRAMES)
-    async def trace(request: Request) -> Response:
+    async def trace(request: Request) -> Any:
         key = access.key(request, Permission.BLOCKS)
         return await _frames(request, key, "trace", traces.run)
 
     @made.post("/generate", summary="Runs prompts without blocks", response_class=Response, **openapi.FRAMES)
-    async def generate(request: Request) -> Response:
+    async def generate(request: Request) -> Any:
         key = access.key(request, Permission.BLOCKS)
         return await _frames(request, key, "generate", traces.generate)
 

@@ -27,6 +27,7 @@ from insitu.engine.server.beside import BesideOpenAI
 from insitu.engine.server.elsewhere import Elsewhere
 from insitu.engine.server.metrics import EngineMetrics
 from insitu.engine.server.routes import PREFIX, router
+from insitu.engine.server.streams import watch_streams
 from insitu.engine.server.traces import Traces
 from insitu.net import Keys, Permission
 
@@ -69,6 +70,7 @@ class Routes:
         self._metrics = EngineMetrics(model)
         access = Access(_keys(args), _permission(args))
         BesideOpenAI(model, access).watch(state)
+        watch_streams(state)
         traces = Traces(model, adapters=lambda: state.openai_serving_models.lora_requests)
         self._app.include_router(router(model, traces, access))
         state.insitu = model

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
-from insitu.block import ArgumentError, Block, FunctionBlock, InsituError
+from insitu.block import ArgumentError, Block, FunctionBlock
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.client.plan import Wave
@@ -35,6 +35,8 @@ from insitu.net import (
 
 Events = AsyncIterator[Event]
 _EVERY = 0.5
+_LONG = 1 << 14
+_T = TypeVar("_T")
 
 
 class Traces:
@@ -57,11 +59,11 @@ class Traces:
         """The events of a trace, of which the last is ``Done``. Closing this early aborts what runs. ``key``: whose
         limits it has."""
         try:
-            wave = self.prepared(asked, key)
+            wave = await self.prepared(asked, key)
             async for event in self._events(wave, asked.stream):
                 yield event
-        except (InsituError, WireError, ValueError, TypeError) as error:
-            yield Failed(error)
+        except Exception as error:
+            yield Failed(self._model._running().failed(error))
         yield Done()
 
     async def generate(self, asked: TraceRequest, key: Key) -> Events:
@@ -104,27 +106,29 @@ class Traces:
                 yield Failed(result.error, number)
                 continue
             lost = [(one.filename, one.lineno, one.holder, one.deleted) for one in result.lost]
-            yield Saves(number, result.saves, result.returned, lost, result.output)
+            yield Saves(number, result.saves, result.returned, lost)
 
-    def prepared(self, asked: TraceRequest, key: Key) -> Wave:
+    async def prepared(self, asked: TraceRequest, key: Key) -> Wave:
         """Raises, before anything runs, what is to be said of a request that can't."""
         engine = self._model._running()
         tracer = AsyncTrace(engine, [], {})
         wave: Wave = []
-        for number, one in enumerate(self.blocks(asked, key, tracer)):
+        for number, one in enumerate(await self.blocks(asked, key, tracer)):
             block: Any = FunctionBlock(one.block) if isinstance(one.block, FunctionType) else one.block
             values = one.values if isinstance(one.block, (Block, GuardedBlock)) else {}
             job = Job(uuid.uuid4().hex, block, values, "<client>", tracer, shared=frozenset(one.shared), invoke=number)
             wave.append((engine.prepare(one.prompt, self._settings(one.sampling), key.name), job))
         return wave
 
-    def blocks(self, asked: TraceRequest, key: Key, tracer: Any) -> Sequence[RestrictedInvoke | TrustedInvoke]:
+    async def blocks(self, asked: TraceRequest, key: Key, tracer: Any) -> Sequence[RestrictedInvoke | TrustedInvoke]:
         """Its blocks with the values that they need, restricted unless the key is trusted with any code. ``tracer`` is
         what that name stands for in them."""
         named = partial(self._named, tracer)
         if key.permission >= Permission.TRUSTED:
-            return trusted(asked, named, self.wire)
-        return restricted(asked, named, self._limits.of_key(key.limits), self.wire)
+            make = partial(trusted, asked, named, self.wire)
+        else:
+            make = partial(restricted, asked, named, self._limits.of_key(key.limits), self.wire)
+        return await beside_loop(make, asked.size)
 
     def _settings(self, sampling: Mapping[str, Any]) -> Mapping[str, Any]:
         """A client's, with the adapter that it names."""
@@ -144,6 +148,11 @@ class Traces:
         if ref.kind == "node":
             return self._model.get(ref.path) if ref.path else self._model._root
         raise WireError(f"nothing of the kind {ref.kind!r:.40} is known here", "unknown")
+
+
+async def beside_loop(work: Callable[[], _T], size: int) -> _T:
+    """What a message of ``size`` bytes comes to. A long one takes long, and the loop is everybody's."""
+    return await asyncio.to_thread(work) if size > _LONG else work()
 
 
 class Seen:

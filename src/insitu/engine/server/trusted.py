@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from insitu.block import Block
-from insitu.guard.code import as_definition
+from insitu.guard.compiled import as_definition
 from insitu.net import CodeSource, Device, Dtype, FunctionRef, Member, ModuleRef, Named, Ref, TraceRequest, WireError
 from insitu.net.limits import WireLimits
 from insitu.net.sources import remote_name
