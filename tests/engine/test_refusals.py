@@ -232,6 +232,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"top_p": [0.5]}, "`top_p` takes a number; got list [0.5]"),
     ({"logprobs": "x"}, "`logprobs` takes an integer or None; got str 'x'"),
     ({"ignore_eos": "no"}, "`ignore_eos` takes True or False; got str 'no'"),
+    ({"stop_token_ids": [10**6], "min_tokens": 1}, "stop_token_ids: 1000000 is not in the vocabulary of 491"),
     ({"stop_token_ids": 5}, "`stop_token_ids` takes a list of integers or None; got int 5"),
     ({"logit_bias": {"a": 1.0}}, "`logit_bias` takes a dict of numbers by token id or None; got dict {'a': 1.0}"),
     ({"bad_words": "text"}, "`bad_words` takes a list of texts or None; got str 'text'"),

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -281,6 +282,24 @@ def test_a_response_in_the_background_fails_with_its_edit(stored: Any, stream: b
         assert (found.status, found.error.message) == ("failed", "ValueError: step 2")
     finally:
         model.clear_edits()
+
+
+def test_no_more_edits_than_may_be_are_installed_at_once(server: Server, ann: Any) -> None:
+    def installed(name: str | None) -> int:
+        form = {"actions": [{"do": "scale", "at": "mlp_out[1]", "scale": 1.0}]}
+        headers = {"Authorization": f"Bearer {ANN}", "Content-Type": "application/json"}
+        body = json.dumps({"name": name, "form": form}).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(f"{server.url}/insitu/v1/edits", body, headers)):
+                return 200
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda _: installed(None), range(80)))
+    assert (found.count(200), found.count(429), len(ann.edits())) == (64, 16, 64)
+    ann.clear_edits()
+    assert [installed(name) for name in ("é漢 1", "a\nb", "a\u202eb", "x" * 101)] == [200, 400, 400, 400]
 
 
 @pytest.mark.parametrize("source", ["import os", "x = model._engine", "open('/etc/passwd')"])

@@ -6,15 +6,18 @@ import json
 import re
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import insitu
-from insitu.net import Progress
+from insitu.net import CONTENT_TYPE, CodeSource, InvokeRequest, Progress, TraceRequest, encode_frame
 from tests.engine.helpers import PROMPT
 from tests.engine.test_server import KEY, Server, key_file
 
@@ -50,6 +53,37 @@ def test_the_operations_of_a_module_are_listed_and_read(model: Any) -> None:
     assert (inner[0] == whole).all()
     with pytest.raises(insitu.InsituError):
         str(model.get("model.layers.1.nothing").source)
+
+
+def test_operations_of_a_module_that_is_not_there_are_not_found(server: Server) -> None:
+    for path in ("model.layers.99", "__class__", "%00"):
+        request = urllib.request.Request(
+            f"{server.url}/insitu/v1/source?path={path}", headers={"Authorization": f"Bearer {KEY}"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request)
+        assert (caught.value.code, json.load(caught.value)["error"]["code"]) == (404, "UnknownModuleError")
+
+
+def test_others_are_answered_while_a_long_block_is_compiled(server: Server) -> None:
+    text = "".join(f" x = {number} + 1\n" for number in range(12_000)) + " open(x)"
+    body = encode_frame(TraceRequest([InvokeRequest("Hi", CodeSource("a.py", 1, "f", "f", text))]).frame())
+    headers = {"Content-Type": CONTENT_TYPE, "Authorization": f"Bearer {RESTRICTED}"}
+
+    def asked() -> tuple[bytes, float]:
+        start = time.monotonic()
+        with urllib.request.urlopen(urllib.request.Request(f"{server.url}/insitu/v1/trace", body, headers)) as answer:
+            return answer.read(), time.monotonic() - start
+
+    with ThreadPoolExecutor(1) as pool:
+        running, slowest = pool.submit(asked), 0.0
+        while not running.done():
+            start = time.monotonic()
+            urllib.request.urlopen(f"{server.url}/health", timeout=60).close()
+            slowest = max(slowest, time.monotonic() - start)
+    answer, took = running.result()
+    assert b"`open` is not in the list" in answer
+    assert slowest < took / 2
 
 
 def test_a_check_is_done_at_the_server(model: Any, ann: Any) -> None:

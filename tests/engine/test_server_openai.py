@@ -159,6 +159,42 @@ def test_a_form_s_key_written_with_an_escape_is_refused_too(server: Server) -> N
     assert "can't do a form" in json.load(caught.value)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "encoding"), [("Application/JSON", "utf-8"), ("application/json", "utf-16"), ("a/b+json", "utf-32")]
+)
+def test_a_form_is_found_in_json_of_every_name_and_encoding(server: Server, kind: str, encoding: str) -> None:
+    body = json.dumps({"model": "tiny", "input": PROMPT, **beside(READ)}).encode(encoding)
+    headers = {"Content-Type": kind, "Authorization": f"Bearer {KEY}"}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/responses", body, headers))
+    assert "can't do a form" in json.load(caught.value)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "text"),
+    [
+        ("/v1/completions", '"model": "tiny", "prompt": "Hi", "insitu": {"actions": []}, "insitu": '),
+        ("/v1/completions", '"model": "tiny", "prompt": "Hi", "prompt": "Ho", "insitu": '),
+        ("/insitu/v1/form", '"prompt": "Hi", "prompt": "Ho", "form": '),
+        ("/insitu/v1/edits", '"name": "a", "name": "b", "form": '),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(server: Server, route: str, text: str) -> None:
+    body = "{" + text + json.dumps({"actions": [READ]}) + "}"
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(server.url + route, body.encode(), headers))
+    assert caught.value.code == 400
+    assert "a key comes twice" in json.load(caught.value)["error"]["message"]
+
+
+def test_more_numbers_than_an_answer_in_json_may_have_are_refused(client: Any) -> None:
+    read = [{**READ, "at": "logits", "as": f"x{number}"} for number in range(256)]
+    status, error = refused(lambda: client.completions.create(prompt=[5] * 200, extra_body=beside(*read), **GREEDY))
+    assert (status, error["type"]) == (400, "ArgumentError")
+    assert "an answer in JSON at most 2097152" in error["message"]
+
+
 def test_a_stop_text_ends_what_is_read_with_the_last_token(client: Any) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 12, "extra_body": beside(LAST), **GREEDY}
     text = client.completions.create(**asked).choices[0].text

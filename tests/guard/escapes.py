@@ -219,7 +219,13 @@ ESCAPES: dict[str, str] = {
 _SHARED = "s = [0]\nfor i in range(60): s = [s, s]\n"
 _LONG = "s = ('a' * 10 ** 6,) * 10 ** 6\n"
 
+_COPYING = "median() topk(1) kthvalue(1) mode() histc(3) logsumexp(0)"
+
 LIMITS: dict[str, str] = {
+    # -- what an operation copies for itself
+    **{f"copied-{call}": f"torch.zeros(1).expand(2 ** 30).{call}" for call in _COPYING.split()},
+    "copied-bincount": "torch.zeros(1, dtype=torch.int64).expand(2 ** 30).bincount()",
+    "copied-mv": "torch.zeros(1).expand(40000, 40000) @ torch.zeros(40000)",
     "while-true": "while True: pass",
     "while-in-finally": "try:\n    while True: pass\nfinally:\n    while True: pass",
     "while-except": "while True:\n    try:\n        while True: pass\n    except Exception:\n        pass",

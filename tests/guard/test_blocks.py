@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from insitu.block import Saves
-from insitu.guard import GuardedBlock, GuardLimits, NotAllowedError
+from insitu.guard import GuardedBlock, GuardLimits, NotAllowedError, code, compiled
 from insitu.net import KeyLimits
 from insitu.run.mentions import mentions
 from tests.guard.ordinary import SAME
@@ -70,11 +70,30 @@ def test_what_is_not_used_is_not_in_the_way() -> None:
         run("f = lambda: open")
 
 
-def test_a_block_pickles_as_its_source() -> None:
-    block = pickle.loads(pickle.dumps(GuardedBlock(source("x = 1"), GuardLimits(operations=7))))
+def test_a_block_pickles_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = pickle.dumps(GuardedBlock(source("x = 1"), GuardLimits(operations=7)))
+    monkeypatch.setattr(code, "block_of", None)  # nothing is compiled where it arrives
+    block = pickle.loads(sent)
     assert (block.limits.operations, block.source.text.strip(), block.binds) == (7, "x = 1", {"x"})
+    assert block.run({}, Saves(), "m")["x"] == 1
+    monkeypatch.undo()
     values = pickle.loads(pickle.dumps({**VALUES, "softmax": VALUES["torch"].get("softmax")}))
     assert run("x = softmax(torch.ones(2), 0).tolist()", softmax=values["softmax"])["x"] == [0.5, 0.5]
+
+
+def test_short_blocks_are_known_by_their_text_and_limits() -> None:
+    texts = ("x = 1", "x = 2", "x = 1", "x = 1\n" * 1000)
+    first, other, again, long = (GuardedBlock(source(text)).digest for text in texts)
+    assert first == again != other
+    assert long == ""
+    assert GuardedBlock(source("x = 1"), GuardLimits(operations=7)).digest != first
+
+
+def test_what_is_kept_of_texts_is_bounded_by_their_size() -> None:
+    for number in range(30):
+        GuardedBlock(source(f"x = {number}\n" + "y = 1234567890123456789012345678901234567890\n" * 1000))
+    assert 0 < compiled.block_of._size <= compiled._KEPT
+    assert compiled.block_of._size == sum(len(one.text) for one in compiled.block_of._made)
 
 
 def test_what_a_block_mentions_is_told_as_of_any_other() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from insitu import ArgumentError
 from insitu.block import Saves
-from insitu.net import CodeSource, FunctionRef, Named, TraceBuilder, TraceRequest, WireError
+from insitu.net import CodeSource, FunctionRef, InvokeRequest, Named, TraceBuilder, TraceRequest, WireError
 from tests.net.sent import Sent, sent
 
 OFFSET = 3
@@ -207,6 +207,16 @@ def test_a_value_that_a_function_uses_is_named() -> None:
 def test_text_that_is_no_block_is_refused(text: str, message: str) -> None:
     with pytest.raises(WireError, match=message):
         CodeSource("a.py", 7, "f", "f", text).tree()
+
+
+def test_the_code_of_a_request_is_bounded() -> None:
+    one = CodeSource("a.py", 1, "f", "f", " x = 1\n" * 20_000)
+    whole = [InvokeRequest(1, one, {})] * 10
+    assert len(TraceRequest.of_frame(TraceRequest(whole).frame()).invokes) == 10
+    others = [InvokeRequest(1, CodeSource("a.py", line, "f", "f", one.text), {}) for line in (1, 2)]
+    with pytest.raises(WireError, match="200000 characters") as caught:
+        TraceRequest.of_frame(TraceRequest(others).frame())
+    assert caught.value.code == "too-large"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,9 @@ class Watch(TorchDispatchMode):
         return made
 
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, given: list[torch.Tensor]) -> None:
+        if torch.Tag.pointwise not in func.tags and not _is_view(func):
+            for tensor in given:
+                self._require_memory_for(tensor, name)
         if name in ("bincount", "repeat_interleave"):
             self._meter.allocate(8 * _size_by_value(args, kwargs), name)
             return
@@ -73,6 +76,12 @@ class Watch(TorchDispatchMode):
         for size in results:
             self._meter.allocate(size, name)
         self._require_work(name, given, sum(results))
+
+    def _require_memory_for(self, tensor: torch.Tensor, name: str) -> None:
+        """An expanded tensor takes no memory until an operation makes a copy of it for itself, which nobody sees."""
+        size = tensor.numel() * tensor.element_size()
+        if size > _QUICK and tensor.layout == torch.strided and size > tensor.untyped_storage().nbytes():
+            self._meter.allocate(size, name)
 
     def _results(self, func: Any, name: str, args: Any, kwargs: Any) -> list[int]:
         """Sizes of what an operation is going to make, told by running it without memory."""

@@ -92,7 +92,7 @@ class EngineClient:
         return self._channel.call("insitu_visits", list(places))
 
     def check(self, settings: Mapping[str, Any], tenant: str = "") -> None:
-        check_sampling(settings)
+        check_sampling(settings, self._limits.vocab_size)
         self.installed.chosen(settings.get("edits"), tenant)
 
     def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "", later: bool = False) -> Prepared:

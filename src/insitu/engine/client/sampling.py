@@ -46,8 +46,9 @@ _LATER = {
 }
 
 
-def check_sampling(settings: Mapping[str, Any]) -> None:
-    """Raises ``ArgumentError`` for a setting that vLLM does not have, or whose value is of another type than its."""
+def check_sampling(settings: Mapping[str, Any], vocabulary: int) -> None:
+    """Raises ``ArgumentError`` for a setting that vLLM does not have, or whose value is of another type than its, and
+    for stop tokens that are not among so many: with ``min_tokens``, such a one ends vLLM's engine."""
     for name in settings:
         if name in _LATER:
             raise ArgumentError(f"`{name}`: {_LATER[name]}")
@@ -55,7 +56,10 @@ def check_sampling(settings: Mapping[str, Any]) -> None:
     if "max_tokens" in settings and "max_new_tokens" in settings:
         raise ArgumentError("max_tokens and max_new_tokens are the same setting; give one of them")
     for name, value in settings.items():
-        _typed(name, value)
+        plain = _typed(name, value)
+        for token in plain or () if name == "stop_token_ids" else ():
+            if not 0 <= token < vocabulary:
+                raise ArgumentError(f"stop_token_ids: {token} is not in the vocabulary of {vocabulary}")
 
 
 def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:

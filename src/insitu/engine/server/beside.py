@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, aclosing
@@ -27,12 +28,14 @@ from insitu.engine.client.result import Result
 from insitu.engine.server import metrics
 from insitu.engine.server.access import Access, RefusedError, kept
 from insitu.engine.server.forms import beside_edits, job_of
-from insitu.engine.server.plain import as_json
+from insitu.engine.server.plain import all_as_json
 from insitu.engine.tag import ASKED, without_tag
 from insitu.guard import GuardLimits
+from insitu.net import WireError, WireLimits
 from insitu.net.errors import FormError
 from insitu.net.form import parsed
 from insitu.net.form_block import FormBlock, form_block
+from insitu.net.frames import decode_json
 
 FIELD = "insitu"
 _DONE = "data: [DONE]\n\n"
@@ -78,7 +81,7 @@ class Beside:
             for one in output.outputs:
                 saves = beside_edits(vars(one).get("saves", {}), read.get(one.index, {}))
                 metrics.saved(saves)
-                self.left[number][one.index] = {name: as_json(each, f"`{name}`") for name, each in saves.items()}
+                self.left[number][one.index] = all_as_json(saves)
         except ArgumentError as error:
             self.error = self.error or error
 
@@ -124,6 +127,8 @@ class BesideOpenAI:
         if asked is None and not self._engine.installed:
             return await create(request, raw_request)
         try:
+            if asked is not None:
+                await _require_single_keys(raw_request)
             beside = self._beside(request, asked, raw_request)
         except RefusedError as error:
             metrics.FAILURES.labels("openai").inc()
@@ -239,6 +244,14 @@ class BesideOpenAI:
                     yield output
         finally:
             self._engine.end(self._engine.drop(held, shipment))
+
+
+async def _require_single_keys(raw_request: Any) -> None:
+    """Of a key that comes twice, vLLM takes the last without a word."""
+    try:
+        decode_json(await raw_request.body(), WireLimits(header=sys.maxsize))
+    except WireError as error:
+        raise FormError(str(error), error.code) from None
 
 
 def _with_all(output: Any, completions: Mapping[int, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from insitu.net import Key, TraceRequest, WireError
 from insitu.net.errors import FormError
 from insitu.net.form import parsed
 from insitu.net.form_block import form_block
+from insitu.net.frames import decode_json
 
 _MOST = 64
 _NAME = 100
@@ -27,7 +29,7 @@ _NAME = 100
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     """An edit that is a form."""
 
-    form: msgspec.Raw
+    form: dict[str, Any]
     name: str | None = None
 
 
@@ -39,6 +41,7 @@ class Edits:
         self._model = model
         self._traces = traces
         self._installers: dict[int, str] = {}
+        self._installing: Counter[str] = Counter()
 
     async def install(self, key: Key, name: str | None, asked: TraceRequest) -> dict[str, Any]:
         """The block of a request, whose prompt is left out. Raises ``RefusedError``."""
@@ -59,26 +62,30 @@ class Edits:
     async def install_form(self, key: Key, body: bytes) -> dict[str, Any]:
         """A form, from the JSON of a request. Raises ``RefusedError``."""
         try:
-            asked = msgspec.json.decode(body, type=_Asked)
+            asked = msgspec.convert(decode_json(body), _Asked)
             limits = GuardLimits().of_key(key.limits)
-            block = form_block(parsed(bytes(asked.form)), self._model, limits.saved_bytes)
-        except (InsituError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            block = form_block(parsed(asked.form), self._model, limits.saved_bytes)
+        except (InsituError, msgspec.ValidationError) as error:
             raise _refused(error) from None
         job = Job("", FunctionBlock(block), tracer=EditTracer(self._model._running()))
         return await self._installed(key, asked.name, job, block.same_for_rows)
 
     async def _installed(self, key: Key, name: str | None, job: Job, same_for_rows: bool) -> dict[str, Any]:
         engine: Any = self._model._running()
-        if sum(self._installers.get(edit.number) == key.name for edit in engine.installed) >= _MOST:
+        installed = sum(self._installers.get(edit.number) == key.name for edit in engine.installed)
+        if installed + self._installing[key.name] >= _MOST:
             raise RefusedError(429, "too-many", f"{_MOST} edits are installed under this key, as many as may be")
-        if name is not None and len(name) > _NAME:
-            raise RefusedError(400, "ArgumentError", f"the name of an edit has at most {_NAME} characters")
+        if name is not None and not (len(name) <= _NAME and name.isprintable()):
+            raise RefusedError(400, "ArgumentError", f"the name of an edit has at most {_NAME} printable characters")
+        self._installing[key.name] += 1
         try:
             edit = AsyncEdit(engine, name)
             edit.tenant, edit.same_for_rows = "" if key.edits else key.name, same_for_rows
             await engine.install(edit, job)
         except (InsituError, ValueError, TypeError) as error:
             raise _refused(error) from None
+        finally:
+            self._installing[key.name] -= 1
         self._installers[edit.number] = key.name
         return self._described(key, edit)
 

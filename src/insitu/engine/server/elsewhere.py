@@ -10,6 +10,8 @@ from fastapi.responses import JSONResponse
 
 from insitu.engine.server.beside import FIELD, Beside, asked_beside
 
+_SIGNS = (f'"{FIELD}"'.encode(), b"\\u", b"\0")
+"""What a body has in it that has the field: its name, or an escape, or a text that is not UTF-8."""
 _WITH_A_PLACE = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -30,7 +32,7 @@ class Elsewhere:
             await self._before_metrics()
         if scope["method"] != "POST" or path in _WITH_A_PLACE or path.startswith(self._own):
             return await self._app(scope, receive, send)
-        if any(name == b"content-type" and b"json" in value for name, value in scope["headers"]):
+        if any(name == b"content-type" and b"json" in value.lower() for name, value in scope["headers"]):
             messages = await _all(receive)
             if _has_field(b"".join(message.get("body", b"") for message in messages)):
                 return await _refusal(path)(scope, receive, send)
@@ -57,7 +59,7 @@ def _again(messages: list[Any], receive: Any) -> Any:
 
 
 def _has_field(body: bytes) -> bool:
-    if f'"{FIELD}"'.encode() not in body and b"\\u" not in body:
+    if not any(sign in body for sign in _SIGNS):
         return False
     try:
         data = json.loads(body)

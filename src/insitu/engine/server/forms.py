@@ -15,13 +15,14 @@ from insitu.engine.client.async_trace import AsyncTrace
 from insitu.engine.job import Job
 from insitu.engine.server import metrics
 from insitu.engine.server.access import RefusedError
-from insitu.engine.server.plain import as_json
+from insitu.engine.server.plain import all_as_json
 from insitu.guard import GuardLimits
-from insitu.net import Key
+from insitu.net import Key, WireError
 from insitu.net.errors import FormError
 from insitu.net.form import Form
 from insitu.net.form import parsed as parsed_form
 from insitu.net.form_block import FormBlock, form_block
+from insitu.net.frames import decode_json
 
 
 class Sampling(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,7 +46,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a request: a prompt (a text, token ids or a chat), a form, and sampling settings."""
 
     prompt: str | list[int | dict[str, str]]
-    form: msgspec.Raw
+    form: dict[str, Any]
     sampling: Sampling = msgspec.field(default_factory=Sampling)
     edits: list[str] | None = None
 
@@ -53,14 +54,14 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
 def parsed(body: bytes) -> tuple[Asked, Form]:
     """Raises ``RefusedError`` with a code and, in the message, the path of what is wrong."""
     try:
-        asked = msgspec.json.decode(body, type=Asked)
-        return asked, parsed_form(bytes(asked.form))
+        asked = msgspec.convert(decode_json(body), Asked)
+        return asked, parsed_form(asked.form)
     except FormError as error:
         raise RefusedError(400, error.code, f"form: {error}") from None
     except msgspec.ValidationError as error:
         raise RefusedError(400, "invalid", str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RefusedError(400, "malformed", f"this is no JSON: {error}") from None
+    except WireError as error:
+        raise RefusedError(400, error.code, str(error)) from None
 
 
 def job_of(engine: AsyncEngine, block: FormBlock) -> Job:
@@ -94,7 +95,7 @@ async def answered(model: AsyncVLLM, asked: Asked, form: Form, key: Key) -> dict
             raise result.error
         read = block.within(result.returned, len(result.output.outputs[0].token_ids))
         metrics.saved(read)
-        saves = {name: as_json(each, f"`{name}`") for name, each in beside_edits(result.output.saves, read).items()}
+        saves = all_as_json(beside_edits(result.output.saves, read))
     except FormError as error:
         raise RefusedError(400, error.code, f"form: {error}") from None
     except (InsituError, ValueError, TypeError) as error:

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from insitu.block import ArgumentError
+from insitu.run import tensors_of
+
+_NUMBERS = 1 << 21
+"""Of one answer. Each takes some twenty bytes as text, and the loop's time."""
+
+
+def all_as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved values by name. Raises as ``as_json``, and for more numbers than an answer in JSON may have."""
+    numbers = sum(each.numel() for each in tensors_of(list(values.values())))
+    if numbers > _NUMBERS:
+        raise ArgumentError(
+            f"what was saved has {numbers} numbers, and an answer in JSON at most {_NUMBERS}: save fewer positions or "
+            f"steps, or send a trace (insitu.connect), whose values come as bytes"
+        )
+    return {name: as_json(each, f"`{name}`") for name, each in values.items()}
 
 
 def as_json(value: Any, what: str) -> Any:

@@ -107,6 +107,8 @@ def router(model: AsyncVLLM, traces: Traces, access: Access) -> APIRouter:
     @made.get("/source", summary="The operations in the forward of a module, or in one of them", **openapi.PLAIN)
     async def source(request: Request, path: str, op: str = "") -> Response:
         access.key(request)
+        if path not in model._running().outline.modules:
+            raise RefusedError(404, "UnknownModuleError", f"the model has no module {path!r:.100}")
         try:
             return JSONResponse(dataclasses.asdict(await model.listing(path, op)))
         except InsituError as error:
