@@ -189,7 +189,7 @@ def test_a_key_that_comes_twice_is_refused(server: Server, route: str, text: str
 
 
 def test_more_numbers_than_an_answer_in_json_may_have_are_refused(client: Any) -> None:
-    read = [{**READ, "at": "logits", "as": f"x{number}"} for number in range(256)]
+    read = [{**READ, "as": f"x{number}"} for number in range(256)]
     status, error = refused(lambda: client.completions.create(prompt=[5] * 200, extra_body=beside(*read), **GREEDY))
     assert (status, error["type"]) == (400, "ArgumentError")
     assert "an answer in JSON at most 2097152" in error["message"]
