@@ -32,13 +32,13 @@ def taps_of(model: Any) -> Any:
 
 @contextmanager
 def recorded(tapped: Any) -> Iterator[None]:
-    """The taps of this engine record, as they do in a graph."""
+    """The taps of this engine record, as they do in a graph, in each forward that is not eager."""
     taps = taps_of(tapped)
     interleaver, before = taps.shown.__self__, taps.in_graph
     taps.rows = 256
     for tap in taps.taps.values():
         tap.rows, tap.copies, tap.table = taps.rows, None, None
-    taps.in_graph = lambda tensor: not interleaver.calls.running
+    taps.in_graph = lambda tensor: interleaver._compiled and not interleaver.calls.running
     try:
         yield
     finally:
@@ -54,6 +54,8 @@ def flat(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, Cache):
         return flat([cached.output for cached in value.values()])
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [tensor for part in value for tensor in flat(part)]
     return []

@@ -82,7 +82,7 @@ def test_a_request_that_is_aborted_leaves_the_others(llama: VLLM) -> None:
     assert together.invoke == 2
     assert same(alone, together)
     assert counts[0] == len(PROMPTS)
-    assert not host_of(llama)._cohorts
+    assert not host_of(llama).company.all
 
 
 def test_what_changes_meanwhile_is_told(llama: VLLM) -> None:

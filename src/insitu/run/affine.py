@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from insitu.run.indices import index_on
 
 
 class Affine:
@@ -18,6 +21,10 @@ class Affine:
         self.weight = 1.0
         self.bias = 0.0
         self.changed = False
+
+    @property
+    def vectors(self) -> Sequence[torch.Tensor]:
+        return [] if self.vector is None else [self.vector]
 
     def is_like(self, other: Affine) -> bool:
         """Whether it comes to the same, of the same vector."""
@@ -53,6 +60,37 @@ class Affine:
             row.add_(self.vector.to(row), alpha=self.weight)
         if self.bias:
             row.add_(self.bias)
+
+
+class AffineOfMany(Affine):
+    """The same of ``count`` rows, where ``vector`` may have one of its own for each."""
+
+    __slots__ = ("_vectors", "count")
+
+    def __init__(self, edits: Affine, count: int) -> None:
+        super().__init__()
+        self.scale, self.vector, self.weight, self.bias = edits.scale, edits.vector, edits.weight, edits.bias
+        self.count = count
+        self._vectors: list[torch.Tensor] | None = None
+
+    @property
+    def has_own(self) -> bool:
+        return self.vector is not None and self.vector.dim() == 2 and self.vector.shape[0] == self.count
+
+    @property
+    def vectors(self) -> Sequence[torch.Tensor]:
+        """One for each row, or one for all; the same objects whenever they are asked for."""
+        if self._vectors is None:
+            given = self.vector
+            self._vectors = [] if given is None else list(given.unbind()) if self.has_own else [given]
+        return self._vectors
+
+    def narrowed(self, rows: Sequence[int]) -> AffineOfMany:
+        """That of these rows alone, in this order."""
+        other = AffineOfMany(self, len(rows))
+        if self.vector is not None and self.has_own:
+            other.vector = self.vector[index_on(rows, self.vector.device)]
+        return other
 
 
 def as_row(value: Any, width: int, device: torch.device | None) -> torch.Tensor | float | None:

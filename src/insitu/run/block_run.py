@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -12,12 +12,11 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from insitu.block import OutOfOrderError
 from insitu.run import traps
 from insitu.run.affine import Affine
-from insitu.run.anatomy import Anatomy
+from insitu.run.beside import Many, Model
 from insitu.run.cache import Cache
 from insitu.run.derived import Derived
 from insitu.run.heads import ATTN_PATTERN, KeyRecorder, Pattern, not_recorded, not_writable, reads_later_patterns
 from insitu.run.mentions import BEHIND_TORCH, UNASKED, code_of, mentions
-from insitu.run.modules import ModuleTable
 from insitu.run.order import TAIL
 from insitu.run.promise import demand
 from insitu.run.promised import PromisedServed
@@ -27,27 +26,6 @@ from insitu.run.spent import timed
 from insitu.run.stream import Stream
 from insitu.run.torch_state import TorchState
 from insitu.tree import STEP, Listing, Place, current
-
-
-class Model(Protocol):
-    """What a run asks of the model that it runs beside."""
-
-    anatomy: Anatomy
-    modules: ModuleTable
-
-    def check(self, run: BlockRun, place: Place) -> None:
-        """Raises if ``place`` can't come any more in this step."""
-        ...
-
-    def position(self, place: Place, after: int) -> int: ...
-
-    def operations(self, path: str, op: str) -> Listing: ...
-
-    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def unembed(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def record(self, run: BlockRun, recorder: Recorder) -> None: ...
 
 
 class BlockRun:
@@ -69,6 +47,8 @@ class BlockRun:
         self.beside: list[BlockRun] = []
         self.rows = 1
         """How many rows it has in this step."""
+        self.many: Many | None = None
+        """The requests of a run that is one for many."""
         self._program = program
         self._model = model
         self._state = TorchState()

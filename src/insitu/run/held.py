@@ -114,6 +114,14 @@ def codes(code: CodeType) -> list[CodeType]:
 
 
 @lru_cache(maxsize=1024)
+def global_names(code: CodeType) -> frozenset[str]:
+    """What the code, and all that is written in it, reads of its globals; attributes are none."""
+    return frozenset(
+        str(one.argval) for each in codes(code) for one in dis.get_instructions(each) if one.opname == "LOAD_GLOBAL"
+    )
+
+
+@lru_cache(maxsize=1024)
 def _is_known(code: CodeType, outside: Collection[str]) -> bool:
     return all(map(_is_plain_code, codes(code), [outside] * len(codes(code))))
 

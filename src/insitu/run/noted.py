@@ -56,6 +56,15 @@ def mapped(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     return {key: mapped(part, kind, convert) for key, part in value.items()} if type(value) is dict else value
 
 
+def refs_in(value: Any) -> list[Ref]:
+    """The numbers of values in it."""
+    if type(value) is Ref:
+        return [value]
+    if type(value) in (list, tuple):
+        return [ref for part in value for ref in refs_in(part)]
+    return [ref for part in value.values() for ref in refs_in(part)] if type(value) is dict else []
+
+
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv, "neg": operator.neg,
 }  # fmt: skip

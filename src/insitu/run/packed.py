@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from insitu.block import EngineError
+from insitu.run.indices import index_on
 from insitu.run.kinds import Constant
 from insitu.run.noted import mapped
 
@@ -51,28 +52,29 @@ class Packed:
             starts = [0, *accumulate(self.counts)]
             rows = [row for number in chosen for row in range(starts[number], starts[number + 1])]
             counts = [self.counts[number] for number in chosen]
-        self.tensor, self.members, self.counts = self.tensor[self._index(rows)], members, counts
+        self.tensor, self.members, self.counts = self.tensor[index_on(rows, self.tensor.device)], members, counts
         return self
 
     def like(self, tensor: torch.Tensor) -> Packed:
         return Packed(tensor, self.members, self.counts)
 
-    def _index(self, rows: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(rows, dtype=torch.long, device=self.tensor.device)
-
-    def _chosen(self, key: int | slice) -> tuple[torch.Tensor, list[int] | None]:
+    def _chosen(self, key: int | slice) -> tuple[Any, list[int] | None]:
         """Which rows ``key`` means in each request, and how many."""
         assert self.counts is not None
-        starts = [0, *accumulate(self.counts)]
+        starts, device = [0, *accumulate(self.counts)], self.tensor.device
         if isinstance(key, int):
-            return self._index([start + key % count for start, count in zip(starts, self.counts, strict=False)]), None
+            if starts[-1] == len(self.counts):
+                return slice(None), None
+            rows = [start + key % count for start, count in zip(starts, self.counts, strict=False)]
+            return index_on(rows, device), None
         found = [range(count)[key] for count in self.counts]
         rows = [start + row for start, part in zip(starts, found, strict=False) for row in part]
-        return self._index(rows), [len(part) for part in found]
+        return index_on(rows, device), [len(part) for part in found]
 
     def rows(self, key: int | slice) -> Packed:
         rows, counts = self._chosen(key)
-        return Packed(self.tensor[rows], self.members, counts)
+        picked = self.tensor[rows]
+        return Packed(picked.clone() if isinstance(rows, slice) else picked, self.members, counts)
 
     def set_rows(self, key: int | slice, part: Packed) -> None:
         self.tensor[self._chosen(key)[0]] = part.tensor
@@ -85,7 +87,7 @@ class Packed:
         missing = self.tensor.dim() - tensor.dim()
         if value.counts is None and self.counts is not None and any(count != 1 for count in self.counts):
             # A request's own tensor has no axis for its rows.
-            counts = torch.tensor(self.counts, device=tensor.device)
+            counts = index_on(self.counts, tensor.device)
             tensor = tensor.repeat_interleave(counts, 0, output_size=self.tensor.shape[0])
         return tensor.reshape(tensor.shape[0], *[1] * missing, *tensor.shape[1:]) if missing else tensor
 

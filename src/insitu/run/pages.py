@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from insitu.run.indices import index_on
 from insitu.run.promise import Promise, release
 from insitu.run.served import Rows
 
@@ -67,8 +68,7 @@ class RowIndex:
         self.missing = [number for number, start in enumerate(starts) if start < 0]
         self.index: Any = slice(starts[0], starts[0] + len(starts))
         if self.missing or starts != list(range(starts[0], starts[0] + len(starts))):
-            index = torch.tensor(starts, pin_memory=device.type == "cuda").clamp_(min=0)
-            self.index = index.to(device, non_blocking=True)
+            self.index = index_on([max(start, 0) for start in starts], device)
 
     def is_of(self, rows: Mapping[Any, Rows], runs: Sequence[Any]) -> bool:
         """Whether it is that of these, which are the same from step to step as a rule."""

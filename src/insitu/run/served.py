@@ -10,7 +10,7 @@ way to keep held values safe, costs 9 us an operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,9 @@ Index = slice | torch.Tensor | tuple[int | slice, ...]
 class Rows(NamedTuple):
     """The rows ``start:stop`` of one request in a batch of ``total`` rows.
 
-    ``scattered``: those of several requests, where others lie between them. ``batched``: a tensor may have a batch
-    axis of one before its rows, and heads between the two. A block sees it without the batch axis.
+    ``scattered``, and on the host ``numbers``: those of several requests, where others lie between them. ``batched``:
+    a tensor may have a batch axis of one before its rows, and heads between the two. A block sees it without the batch
+    axis.
     """
 
     start: int
@@ -33,6 +34,7 @@ class Rows(NamedTuple):
     total: int
     batched: bool = False
     scattered: torch.Tensor | None = None
+    numbers: Sequence[int] = ()
 
     def of(self, tensor: torch.Tensor) -> Index | None:
         """The index of the request's rows in a tensor; None if it does not go by rows.

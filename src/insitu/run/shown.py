@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from insitu.run.held import Held, NotStraightError, Shown, codes, require_known
+from insitu.run.held import Held, NotStraightError, Shown, global_names, require_known
 from insitu.run.kinds import is_plain
 from insitu.run.sym import Torch
 
@@ -37,7 +37,7 @@ def with_values(function: FunctionType, show: Callable[[Any], Any]) -> FunctionT
     code = function.__code__
     require_known(code, code.co_freevars)
     cells = [CellType(show(cell.cell_contents)) for cell in function.__closure__ or ()]
-    names = {name for each in codes(code) for name in each.co_names if name in function.__globals__}
+    names = {name for name in global_names(code) if name in function.__globals__}
     namespace = {"__builtins__": BUILTINS, **{name: show(function.__globals__[name]) for name in names}}
     if function.__kwdefaults__ or function.__defaults__:
         raise NotStraightError
@@ -50,7 +50,7 @@ class Outside:
     def __init__(self, function: FunctionType) -> None:
         self._cells = function.__closure__ or ()
         self._globals = function.__globals__
-        self._names = {name for each in codes(function.__code__) for name in each.co_names if name in self._globals}
+        self._names = {name for name in global_names(function.__code__) if name in self._globals}
 
     def __call__(self) -> list[int]:
         return [id(cell.cell_contents) for cell in self._cells] + [id(self._globals.get(name)) for name in self._names]

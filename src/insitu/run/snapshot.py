@@ -31,7 +31,7 @@ class Snapshot:
         copies = self._copies.get(id(tensor))
         if copies is None:
             copies = self._copies[id(tensor)] = self._sums([tensor])
-        return self._own(copies[number])
+        return _own(copies[number])
 
     def stream(self, stream: Stream, number: int) -> torch.Tensor | None:
         """A request's rows of the stream, where it is not just one tensor of the value."""
@@ -41,7 +41,7 @@ class Snapshot:
             direct = len(parts) == 1 and stream.multiplier == 1
             self._streams[key] = None if direct else self._sums(parts, stream.multiplier)
         copies = self._streams[key]
-        return None if copies is None else self._own(copies[number])
+        return None if copies is None else _own(copies[number])
 
     def _sums(self, parts: list[torch.Tensor], multiplier: float = 1.0) -> Sequence[torch.Tensor]:
         """Of each request's rows."""
@@ -63,10 +63,15 @@ class Snapshot:
     def _apart(self, part: torch.Tensor, first: torch.Tensor) -> list[torch.Tensor]:
         """Each request's rows of it, which is all of one that has no rows (a bias)."""
         by_rows = part.shape == first.shape
-        return [part[each.start : each.stop] if by_rows else part for each in self.rows]
+        return [part[_index(each)] if by_rows else part for each in self.rows]
 
-    def _own(self, copy: torch.Tensor) -> torch.Tensor:
-        return copy.data if self._one_each else copy  # those of one tensor share a counter of versions
+
+def _own(copy: torch.Tensor) -> torch.Tensor:
+    return copy.data  # those of one tensor share a counter of versions, and it is not where it begins
+
+
+def _index(rows: Rows) -> slice | torch.Tensor:
+    return slice(rows.start, rows.stop) if rows.scattered is None else rows.scattered
 
 
 class SharedServed(Served):

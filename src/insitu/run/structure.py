@@ -51,8 +51,8 @@ class Structure:
         numbers |= {id(tensor): (False, i) for i, tensor in enumerate(found.others)}
         self._value = map_tensors(value, lambda tensor: _Slot(*numbers[id(tensor)]))
 
-    def filled(self, floating: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Any:
-        """The same, of these tensors."""
+    def filled(self, floating: Sequence[Any], others: Sequence[Any]) -> Any:
+        """The same, of these tensors, or of what stands for them."""
         return _filled(self._value, floating, others)
 
 
@@ -62,7 +62,7 @@ class _Slot:
         self.number = number
 
 
-def _filled(value: Any, floating: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Any:
+def _filled(value: Any, floating: Sequence[Any], others: Sequence[Any]) -> Any:
     if isinstance(value, _Slot):
         return (floating if value.floating else others)[value.number]
     if isinstance(value, (tuple, list)):

@@ -11,60 +11,28 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from insitu.run import traps, warning_handlers
 from insitu.run.ahead import Ahead
-from insitu.run.anatomy import Anatomy
+from insitu.run.anatomy import Stream
 from insitu.run.block_run import BlockRun
+from insitu.run.foreseen import Foreseen
 from insitu.run.habits import Habits
 from insitu.run.interleaver import Interleaver, RowsOf
-from insitu.run.promised import Like, Promisable, PromisedServed, Target
+from insitu.run.promised import Like, Promisable, PromisedServed
 from insitu.run.served import Served
 from insitu.run.snapshot import SharedServed, Snapshot
-from insitu.run.structure import Structure, tensors_in
+from insitu.run.structure import Structure
+from insitu.run.taps import Edits, Path, Taps, layer_outputs, put_in_place
 from insitu.run.torch_state import BlockState
 from insitu.tree import RESULT, STEP, Place
 
 _FEW = 8
 _SPELL = 16
-Edits = Mapping[Place, Mapping[BlockRun, Target]]
-
-
-class Path(Enum):
-    """How a step's forward runs. ``TAPPED``: as vLLM would run it. ``OPEN``: compiled, but not as one graph."""
-
-    PLAIN = "plain"
-    TAPPED = "tapped"
-    OPEN = "open"
-    EAGER = "eager"
-
-
-class Taps(Protocol):
-    """The taps of one model."""
-
-    @property
-    def places(self) -> Sequence[Place]: ...
-
-    def copies(self, place: Place, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """What the last forward left in the copies of ``place``: floating tensors and others."""
-        ...
-
-    def editable(self, place: Place) -> list[torch.Tensor] | None:
-        """The floating copies of ``place``, if a table can edit it."""
-        ...
-
-    def fits(self, edits: Edits) -> bool:
-        """Whether the tables have room for these."""
-        ...
-
-    def set(self, edits: Edits, rows: RowsOf) -> None:
-        """Makes the graphs do these edits, and no others, in the blocks' rows."""
-        ...
 
 
 class TappedInterleaver(Interleaver):
@@ -91,6 +59,7 @@ class TappedInterleaver(Interleaver):
         self.ahead = Ahead(self.sender.send_rows)
         self._promisable: dict[Place, Promisable] = {}
         self._edits: Edits = {}
+        self._foreseen: dict[BlockRun, Foreseen] = {}
         self._at_begin = False
         self._sleepers: deque[BlockRun] = deque()
         self._thread = 0
@@ -108,14 +77,49 @@ class TappedInterleaver(Interleaver):
         finally:
             self._at_begin = False
         self._sleepers = deque(sorted(runs, key=lambda run: run.wake))
-        self._edits = self.ahead.edits()
+        self._foresee(runs)
         path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
+        self._edits = self._all_edits() if path is Path.TAPPED else self.ahead.edits()
         if path is Path.TAPPED and not self._taps.fits(self._edits):
-            path = Path.OPEN
+            path, self._edits = Path.OPEN, self.ahead.edits()
+        if path is not Path.TAPPED:
+            self._foreseen.clear()  # who stands for many edits as all do
         self.tapped, self.one_graph = path in (Path.TAPPED, Path.OPEN), path is not Path.OPEN
         if not self.tapped:
             self._taps.set({}, {})
         return path is Path.EAGER
+
+    def _foresee(self, runs: Iterable[BlockRun]) -> None:
+        """What runs that each stand for many are going to do in this step, which all its places are tapped for."""
+        self._foreseen.clear()
+        for run in runs:
+            if run.many is None:
+                continue
+            at_tap = run.waiting is not None and run.waiting.in_forward and run.in_step and run.step > 0
+            with BlockState():
+                found = run.many.foresee(self) if at_tap else None
+            if found is not None:
+                self._foreseen[run] = found
+
+    def _all_edits(self) -> Edits:
+        edits: dict[Place, dict[BlockRun, Any]] = self.ahead.edits()
+        for run, foreseen in self._foreseen.items():
+            for place, edit in foreseen.edits.items():
+                edits.setdefault(place, {})[run] = edit
+        return edits
+
+    # -- what is known of places before the forward (``foreseen.Known``) --------------------
+
+    def is_served(self, place: Place) -> bool:
+        return place in self._structures
+
+    def promisable(self, place: Place) -> Promisable | None:
+        return self._promisable.get(place) or self._learn(place)
+
+    def stream(self, name: str, layer: int | None) -> Stream:
+        return self.anatomy.stream(name, layer)
+
+    # -- blocks that go ahead ---------------------------------------------------------------
 
     def idle(self) -> None:
         self.ahead.begin(0)
@@ -156,7 +160,7 @@ class TappedInterleaver(Interleaver):
         return known and self.in_use and not unseen and not self.anatomy.batched and warning_handlers.are_kept
 
     def _promise(self, run: BlockRun, place: Place) -> PromisedServed | None:
-        known = self._promisable.get(place) or self._learn(place)
+        known = self.promisable(place)
         begun = run.step < run.steps and not self._at_begin
         if known is None or begun or self._habits.of_decoding(run).needs_values:
             return None
@@ -179,6 +183,9 @@ class TappedInterleaver(Interleaver):
         if not self.in_use or not waited | self._recorded() <= self._structures.keys():
             return Path.EAGER
         runs = [run for place, waiting in self._waiting.items() if place.in_forward for run in waiting]
+        runs = [run for run in runs if run not in self._foreseen]
+        if not runs and not self._recorded():
+            return Path.TAPPED
         habits = [self._habits.of(run) for run in runs]
         if any(run.names_source or _has_company(run) for run in runs) or any(habit.leaves_taps for habit in habits):
             return Path.EAGER
@@ -196,6 +203,10 @@ class TappedInterleaver(Interleaver):
     def open_compiled(self, rows: RowsOf) -> None:
         """As ``open``, for a forward that is not eager: no module is watched."""
         self.rows = rows
+        for run, foreseen in self._foreseen.items():
+            if run.many is not None and run in rows:
+                with BlockState():
+                    foreseen.narrow(run.many.members)
         self._taps.set(self._edits, rows)
         self._open = self._compiled = True
         self._live = False
@@ -213,6 +224,8 @@ class TappedInterleaver(Interleaver):
     def after_compiled(self) -> bool:
         """The forward is over. True if it must be run once more, eagerly, after another ``open``."""
         if not self._live:
+            for run, foreseen in self._foreseen.items():
+                foreseen.in_force, run.edited = True, run.edited or bool(foreseen.edits)
             self._fulfil_from_copies()
             self._serve_copies()
         self._compiled = False
@@ -248,13 +261,22 @@ class TappedInterleaver(Interleaver):
         """Where many requests wait at ``place``: copies it for all at once. Returns what is left of it."""
         waiting = self._waiting.get(place, ())
         runs = [run for run in waiting if run in self.rows and run not in self._stale and not run.writes_unseen]
-        rows = [self.rows[run] for run in runs]
-        if len(runs) < _FEW or 4 * sum(each.stop - each.start for each in rows) < rows[0].total or self.anatomy.batched:
+        if not runs or self.anatomy.batched:
             return live
-        alike = set(runs)
+        groups = [[run] for run in runs if run.many is not None]
+        alone = [run for run in runs if run.many is None]
+        rows = sum(self.rows[run].stop - self.rows[run].start for run in alone)
+        if len(alone) >= _FEW and 4 * rows >= self.rows[runs[0]].total:
+            groups.append(alone)
+        alike = {run for group in groups for run in group}
         self._waiting[place] = [run for run in waiting if run not in alike]
-        self._reached = max(self._reached, self.order.position(place))
-        snapshot, made = Snapshot(live, rows), list[tuple[BlockRun, Served]]()
+        for group in groups:
+            self._reached = max(self._reached, self.order.position(place))
+            live = self._serve_group(place, live, group)
+        return live
+
+    def _serve_group(self, place: Place, live: Any, runs: Sequence[BlockRun]) -> Any:
+        snapshot, made = Snapshot(live, [self.rows[run] for run in runs]), list[tuple[BlockRun, Served]]()
         with BlockState():
             for number, run in enumerate(runs):
                 self._habits.of(run).reads = True
@@ -332,6 +354,9 @@ class TappedInterleaver(Interleaver):
         for run, visit in self.ahead.now.visits.get(place, ()):
             if run in self.rows:
                 visit.apply(live, self.rows[run])
+        for run, foreseen in self._foreseen.items():
+            if foreseen.in_force and run in self.rows and place in foreseen.edits:
+                foreseen.edits[place].apply(live, self.rows[run])
         if place in self.ahead.now.places:
             with BlockState():
                 self.ahead.keep_at(place, live, self.rows)
@@ -354,15 +379,3 @@ class TappedInterleaver(Interleaver):
 def _has_company(run: BlockRun) -> bool:
     """Whether another block beside the same request goes on: what one edits is what the other is to see."""
     return any(not other.done and other.waiting != RESULT for other in run.beside)
-
-
-def layer_outputs(anatomy: Anatomy) -> set[Place]:
-    """What a layer returns is its own: the stream goes on from it, and nobody else holds it."""
-    return {anatomy.stream("resid_post", layer).place for layer in range(anatomy.layers)}
-
-
-def put_in_place(value: Any, floating: Sequence[torch.Tensor]) -> None:
-    """Copies the floating tensors of ``value`` into those that stand for them, where they are others."""
-    for live, new in zip(floating, tensors_in(value).floating, strict=True):
-        if new is not live:
-            live.copy_(new)

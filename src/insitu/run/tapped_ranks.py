@@ -20,7 +20,8 @@ from insitu.run.layouts import Gathered, gathered_whole
 from insitu.run.parallel import Done, Follower, Leader
 from insitu.run.parked import Parked, note_parked
 from insitu.run.structure import Structure
-from insitu.run.tapped import TappedInterleaver, layer_outputs, put_in_place
+from insitu.run.tapped import TappedInterleaver
+from insitu.run.taps import layer_outputs, put_in_place
 from insitu.tree import Place
 
 

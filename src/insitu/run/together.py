@@ -15,7 +15,8 @@ import torch
 
 from insitu.block import EngineError
 from insitu.run.apart import applied
-from insitu.run.noted import OPERATIONS, Noted, Program, Ref, mapped
+from insitu.run.foreseen import Foreseen, Known, Look
+from insitu.run.noted import OPERATIONS, Noted, Program, Ref, mapped, refs_in
 from insitu.run.packed import Members, Packed, bare_tensors, changed, narrowed, packed
 from insitu.tree import LOGITS, SAMPLES, current
 
@@ -55,6 +56,8 @@ class Together:
         self._returned: Any = None
         self._parts: list[list[Any]] = []
         self._at: dict[int, int] = {}
+        self._foreseen: Foreseen | None = None
+        self._constants: dict[Any, Packed] = {}
 
     def text(self) -> Any:
         return self._text
@@ -81,7 +84,7 @@ class Together:
             self._step = step = program.steps[self._number]
             for number in program.frees.get(self._number, ()):
                 self._known.pop(number, None)
-            value = self._done(step)
+            value = None if self._is_done(self._number) else self._done(step)
             if step.what == "go_to" and value is not step.args[1]:
                 program = self._ended_early(program)
             elif step.result is not None:
@@ -108,6 +111,50 @@ class Together:
             )
         self._program = found
         return found
+
+    # -- what is known before the forward ---------------------------------------------------
+
+    def foresee(self, known: Known) -> Foreseen | None:
+        """What tables are to do of the step that has begun, from where the block waits in it; None if they can't."""
+        look = Look(known, self.members, self._foretold)
+        self._foreseen = look.through(self._program.steps, self._number, self._foreseen)
+        return self._foreseen
+
+    def _is_done(self, number: int) -> bool:
+        """Whether tables have done this step of the program."""
+        return self._foreseen is not None and self._foreseen.does(number)
+
+    def _foretold(self, ref: Ref, early: Mapping[int, Noted]) -> Packed | None:
+        """What the number stands for; ``early`` are the steps that make such of what is there."""
+        if ref.number in self._known or ref.number in self._values:
+            return self._of(ref)
+        step = early.get(ref.number)
+        if step is None or any(self._foretold(each, early) is None for each in refs_in(step.args)):
+            return None
+        made_of = self._made_of(step, early)
+        value = self._constants.get(made_of)
+        if value is None:
+            try:
+                value = self._done(step)
+            except Exception:  # it is told where the block comes to it
+                return None
+            if made_of is not None:
+                self._constants[made_of] = value
+        self._known[ref.number] = value
+        return self._of(ref)
+
+    def _made_of(self, step: Noted, early: Mapping[int, Noted]) -> Any:
+        """What the step is done with, if that is the same in each step of the requests."""
+
+        def of(value: Any) -> Any:
+            if not isinstance(value, Ref):
+                return type(value), id(value) if isinstance(value, torch.Tensor) else value
+            if value.number in self._values:
+                return value
+            return self._made_of(early[value.number], early) if value.number in early else None
+
+        parts = tuple(map(of, step.args))
+        return None if None in parts else (step.what, *parts)
 
     # -- steps ----------------------------------------------------------------------------
 

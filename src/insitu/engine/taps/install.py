@@ -14,12 +14,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from insitu.block import InsituError
 from insitu.engine.taps.names import places_of
-from insitu.engine.taps.tables import PARTS, Table, Vectors
+from insitu.engine.taps.tables import PARTS, Entry, Table, Vectors
 from insitu.run import BlockRun, Interleaver, Rows
 from insitu.run.anatomy import Anatomy
 from insitu.run.modules import ModuleTable
 from insitu.run.structure import tensors_in
-from insitu.run.tapped import Edits, TappedInterleaver
+from insitu.run.tapped import TappedInterleaver
+from insitu.run.taps import Edits
 from insitu.tree import Place
 
 KEY = "insitu_taps"
@@ -156,8 +157,8 @@ class Taps:
         if self._is_set(edits):
             return True
         for width, vectors in self.vectors.items():
-            mine = [target.edits.vector for each in edits.values() for target in each.values()]
-            if not vectors.fit([each for each in mine if each is not None and each.shape[-1] == width]):
+            mine = [vector for each in edits.values() for target in each.values() for vector in target.edits.vectors]
+            if not vectors.fit([each for each in mine if each.shape[-1] == width]):
                 return False
         return True
 
@@ -165,14 +166,15 @@ class Taps:
         if rows is self._rows and self._is_set(edits):
             return
         self._rows, self._edits = rows, _affine(edits)
-        held = [target.edits.vector for each in edits.values() for run, target in each.items() if run in rows]
+        mine = [target for each in edits.values() for run, target in each.items() if run in rows]
+        held = [vector for target in mine for vector in target.edits.vectors]
         for width, vectors in self.vectors.items():
-            vectors.hold([each for each in held if each is not None and each.shape[-1] == width])
+            vectors.hold([each for each in held if each.shape[-1] == width])
         for each in self.taps.values():
             if each.table is not None:
                 each.table.set(
                     [
-                        (rows[run].start, target.stream is not None, target.number, target.edits)
+                        Entry(_in_table(rows[run]), target.stream is not None, target.number, target.edits)
                         for run, target in edits.get(each.place, {}).items()
                         if run in rows
                     ]
@@ -273,6 +275,10 @@ def _hook(module: torch.nn.Module, place: Place) -> None:
         module.register_forward_pre_hook(before, with_kwargs=True)
     else:
         module.register_forward_hook(after)
+
+
+def _in_table(rows: Rows) -> slice | tuple[int, ...]:
+    return slice(rows.start, rows.stop) if rows.scattered is None else tuple(rows.numbers)
 
 
 def _affine(edits: Edits) -> dict[Place, dict[BlockRun, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +14,15 @@ from insitu.engine.taps.kernel import edit_and_copy
 from insitu.run.affine import Affine
 
 PARTS = 2
-Entry = tuple[int, bool, int, Affine]
-"""A row, whether the sum of the place's tensors is edited or else the number of the one that is, and how."""
+
+
+class Entry(NamedTuple):
+    """Rows, whether the sum of the place's tensors is edited or else the number of the one that is, and how."""
+
+    rows: slice | tuple[int, ...]
+    summed: bool
+    part: int
+    edits: Affine
 
 
 class Vectors:
@@ -70,20 +78,19 @@ class Table:
     def set(self, entries: Sequence[Entry]) -> None:
         if not entries and not self._now:
             return
-        held = [entry for entry in entries if entry[3].vector is not None]
-        slots = dict(zip(map(id, held), self.vectors.hold([entry[3].vector for entry in held]), strict=True))  # type: ignore[misc]
+        held = iter(self.vectors.hold([vector for entry in entries for vector in entry.edits.vectors]))
         now = [
-            (row, summed, part, slots.get(id(entry), -1), edits.scale, edits.weight, edits.bias)
-            for entry in entries
-            for row, summed, part, edits in (entry,)
+            (rows, summed, part, list(islice(held, len(edits.vectors))), edits.scale, edits.weight, edits.bias)
+            for rows, summed, part, edits in entries
         ]
         if now == self._now:
             return
         self._now = now
         where, factors = (each.copy() for each in self._empty)
-        for row, summed, part, slot, *three in now:
-            where[row, part], where[row, PARTS] = slot, int(summed)
-            factors[row, 3 * part : 3 * part + 3] = three
+        for rows, summed, part, slots, *three in now:
+            chosen = rows if isinstance(rows, slice) else list(rows)
+            where[chosen, part], where[chosen, PARTS] = slots or -1, int(summed)
+            factors[chosen, 3 * part : 3 * part + 3] = three
         self.slots.copy_(_sent(torch.from_numpy(where), self.slots.device))
         self.factors.copy_(_sent(torch.from_numpy(factors), self.factors.device))
 

@@ -17,6 +17,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from insitu.block import RequestError
 from insitu.engine.lora import Loras
 from insitu.engine.tag import tag_of
+from insitu.engine.worker.company import Settled
 from insitu.engine.worker.following import FollowingHost
 from insitu.engine.worker.host import Host, New
 from insitu.engine.worker.kernels import EagerKernels
@@ -49,10 +50,12 @@ class Adapter:
         self.interleaver.calls.beside = self._as_in_forward
         self._kernels = EagerKernels(model)
         self.runs: dict[str, list[Any]] = {}
+        self.traced = False
+        """Whether blocks go on beside requests of this step, one each (``runs``) or one for many."""
         self.waits_in_forward = False
         self.tapped = False
         self._expects_logits = False
-        self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], dict[Any, Rows]]] = {}
+        self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Settled, dict[Any, Rows]]] = {}
         self.scored: torch.Tensor | None = None
         """This step's logits as sampling gets them."""
         for name in self.METHODS:
@@ -77,16 +80,17 @@ class Adapter:
         self._admit(scheduled)
         self.host.begin()
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
+        leaders = self.host.company.leaders(scheduled.num_scheduled_tokens)
         self.waits_in_forward = False
-        if self.runs:
+        self.traced = bool(self.runs or leaders)
+        if self.traced:
             self.host.tell_left()
-            leaders = self.host.leaders(scheduled.num_scheduled_tokens)
             self.waits_in_forward = self.interleaver.begin(chain(chain.from_iterable(self.runs.values()), leaders))
             self.host.leave_out()
         else:
             self.interleaver.idle()
-        self._expects_logits = bool(self.runs)
-        self.tapped = bool(self.runs) and self.interleaver.tapped
+        self._expects_logits = self.traced
+        self.tapped = self.traced and self.interleaver.tapped
         self.host.eager_steps += self.waits_in_forward
         self.host.tapped_steps += self.tapped
         plain = not self.waits_in_forward and not self.tapped
@@ -150,27 +154,28 @@ class Adapter:
         if set(counts.values()) == {1}:
             return self.request_rows(order, total)
         rows: dict[Any, Rows] = {}
+        spans: dict[str, tuple[int, int]] = {}
         start = 0
         for request in order:
             stop = start + counts[request]
             for run in self.runs.get(request, ()):
                 rows[run] = Rows(start, stop, total)
+            spans[request] = start, stop
             start = stop
-        return self.host.settle(rows)
+        self.host.company.settle(rows, spans, total)
+        return rows
 
     def request_rows(self, order: Sequence[str], total: int) -> dict[Any, Rows]:
         """The runs' rows where there is one for each request; the same object as before if they are the same."""
-        known = self._known_rows.get(total)
-        if known is None or known[0] != order or known[1] != self.runs:
+        known, company = self._known_rows.get(total), self.host.company
+        if known is None or known[0] != order or known[1] != self.runs or not company.is_as(known[2]):
             found = ((run, i) for i, request in enumerate(order) for run in self.runs.get(request, ()))
             if len(self._known_rows) > 1:
                 self._known_rows.clear()
-            known = self._known_rows[total] = (
-                list(order),
-                self.runs,
-                {run: Rows(i, i + 1, total) for run, i in found},
-            )
-        return self.host.settle(known[2])
+            rows = {run: Rows(i, i + 1, total) for run, i in found}
+            settled = company.settle(rows, {request: (i, i + 1) for i, request in enumerate(order)}, total)
+            known = self._known_rows[total] = (list(order), self.runs, settled, rows)
+        return known[3]
 
     def order(self) -> Sequence[str]:
         """The requests of this step in the order of their rows, known once the forward begins."""
@@ -211,7 +216,7 @@ class Adapter:
     def use_wait(self, output: Any) -> None:
         """While somebody waits for the device to give this step's output, blocks may run."""
         interleaver = self.interleaver
-        if not self.runs or isinstance(interleaver, Follower) or not isinstance(output, AsyncModelRunnerOutput):
+        if not self.traced or isinstance(interleaver, Follower) or not isinstance(output, AsyncModelRunnerOutput):
             return
         done, get_output = torch.cuda.Event(), output.get_output
         done.record()
@@ -225,7 +230,7 @@ class Adapter:
     def mark_ended(self, output: Any) -> None:
         """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here, and which it may
         preempt from now on."""
-        if self.runs and not isinstance(self.interleaver, StageLeader):
+        if self.traced and not isinstance(self.interleaver, StageLeader):
             output.insitu_ended, output.insitu_released = self.host.after_step(self.runs)
 
 

@@ -22,6 +22,7 @@ from insitu.run.shown import BUILTINS, Outside, shown, with_values
 from insitu.run.straight import Recording
 from insitu.run.sym import Sym, can_come_home, captured, ref_of
 from insitu.run.together import Together
+from insitu.run.torch_state import BlockState
 from insitu.tree import LayerStream, ModelPlaces, Node, current, session_for
 
 LEAST = 4
@@ -104,7 +105,8 @@ class _Writing:
         program = recording.program
         token = current.set(cast("Any", recording))
         try:
-            self._write_down(first, recording)
+            with BlockState():
+                self._write_down(first, recording)
         except NotStraightError:
             return None
         except Exception as error:

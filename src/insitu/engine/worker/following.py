@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from insitu.engine.worker.company import Company
 from insitu.engine.worker.host import New, run_key
-from insitu.run import Rows
 from insitu.run.parallel import Follower, Shadow
 from insitu.run.stage_follower import StageFollower
 
@@ -17,6 +16,7 @@ class FollowingHost:
     def __init__(self, interleaver: Follower | StageFollower) -> None:
         self.interleaver = interleaver
         self.jobs: set[str] = set()
+        self.company = Company()
         self.eager_steps = 0
         self.plain_steps = 0
         self.tapped_steps = 0
@@ -55,12 +55,6 @@ class FollowingHost:
 
     def begin(self) -> None:
         """Is done as requests are admitted."""
-
-    def leaders(self, scheduled: Mapping[str, int]) -> list[Shadow]:
-        return []
-
-    def settle(self, rows: dict[Any, Rows]) -> dict[Any, Rows]:
-        return rows
 
     def preempted(self, requests: Iterable[str]) -> None:
         """Is the leader's business."""

@@ -11,8 +11,10 @@ from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
 from insitu.engine.tag import Tag
 from insitu.engine.worker.cohorts import LEAST, Candidate, cohort_of, grouped
+from insitu.engine.worker.company import Company
 from insitu.engine.worker.members import Cohort, Member
-from insitu.run import BlockRun, Home, Interleaver, Outcome, Rows, outcome_of
+from insitu.run import BlockRun, Home, Interleaver, Outcome, outcome_of
+from insitu.run.tapped import TappedInterleaver
 from insitu.tree import RESULT
 
 
@@ -81,8 +83,7 @@ class Host:
     """Those of which other ranks do not know yet that steps concern them no more."""
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
     _new: dict[str, New] = field(default_factory=dict)
-    _cohorts: list[Cohort] = field(default_factory=list)
-    _in_step: list[Cohort] = field(default_factory=list)
+    company: Company = field(default_factory=Company)
     together: bool = True
     """Whether blocks that do the same may be run as one."""
     blocks_together: int = 0
@@ -131,7 +132,7 @@ class Host:
 
     def _send(self, lives: Iterable[_Live]) -> None:
         if self.interleaver.sender.in_use:
-            going = [live for live in lives if not live.about.keep]
+            going = [live for live in lives if not live.about.keep and not isinstance(live.execution, Member)]
             self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in going])
 
     def _outcome(self, live: _Live) -> Outcome:
@@ -168,7 +169,7 @@ class Host:
 
     def _clear_if_idle(self) -> None:
         if not self._by_key:
-            self._cohorts, self._in_step = [], []
+            self.company.forget()
             self.interleaver.forget()
 
     def _forget(self, key: str) -> None:
@@ -203,29 +204,19 @@ class Host:
             others = partial(self._has_others, group[0].job)
             cohort = cohort_of(group, self.interleaver, others) if len(group) >= LEAST else None
             if cohort is not None:
-                self._cohorts.append(cohort)
+                self.company.all.append(cohort)
                 for one in group:
                     self._join(cohort, self._new.pop(one.about.request), one.job)
         for new in self._new.values():
             self._begin_alone(new)
         self._new.clear()
 
-    def leaders(self, scheduled: Mapping[str, int]) -> list[BlockRun]:
-        """The runs in this step that each stand for many. Those of their requests that are not in it go on apart."""
-        for cohort in list(self._cohorts):
-            absent = cohort.absent(scheduled.keys())
-            if absent and len(absent) < len(cohort.members):
-                self._cohorts.append(cohort.part(absent))
-        self._cohorts = [cohort for cohort in self._cohorts if not cohort.leader.done]
-        self._in_step = [cohort for cohort in self._cohorts if not cohort.absent(scheduled.keys())]
-        return [cohort.leader for cohort in self._in_step]
-
     @property
     def _may_be_together(self) -> bool:
         room = self.interleaver
         if room.sender.in_use:
             return False  # what is packed comes home without its pinned memory and side stream
-        return self.together and len(self._new) >= LEAST and type(room) is Interleaver and not room.anatomy.batched
+        return self.together and len(self._new) >= LEAST and type(room) in _KNOWN and not room.anatomy.batched
 
     def _has_others(self, job: Job) -> bool:
         installed = any(edit is not job for edit in self.installed.values())
@@ -248,18 +239,9 @@ class Host:
         edit = tag.edits[0] if tag.edits else None
         key = tag.job if edit is None else tag.group
         live = _Live(member, member, job, new.request, key or "", tag.whole, edit)
-        self._live[new.request] = self._going[new.request] = [live]
+        self._live[new.request] = [live]
         self._by_key.setdefault(live.key, []).append(live)
         self.blocks_together += 1
-
-    def settle(self, rows: dict[Any, Rows]) -> dict[Any, Rows]:
-        """The rows of a step with those of its cohorts in place of their members'."""
-        if not self._in_step:
-            return rows
-        rows = dict(rows)
-        for cohort in self._in_step:
-            cohort.settle(rows)
-        return rows
 
     def _begin_alone(self, new: New) -> None:
         """Begins the runs beside a request: those of its edits, in their order, and then its own."""
@@ -317,6 +299,8 @@ class Host:
                             "the KV cache if that was full"
                         )
                     )
+                    if isinstance(live.execution, Member):
+                        self._going[request] = [live]  # no cohort tells of it any more
 
     def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[BlockRun]]:
         """The runs that go on beside these requests, by request, told how many rows each has in this step."""
@@ -343,7 +327,8 @@ class Host:
         over: set[str] = set()
         released: set[str] = set()
         ended: list[_Live] = []
-        for request in [request for request, each in runs.items() if any(map(_is_settled, each))]:
+        settled = [request for request, each in runs.items() if any(map(_is_settled, each))]
+        for request in [*settled, *self.company.ended]:
             lives = self._live.get(request, ())
             if any(live.run.stopping or (live.run.done and live.run.error is not None) for live in lives):
                 over.add(request)
@@ -373,6 +358,8 @@ def _bears_preemption(live: _Live) -> bool:
     return not live.whole or (not run.edited and not run.recorders and (run.done or run.waiting == RESULT))
 
 
+_KNOWN = (Interleaver, TappedInterleaver)
+"""What serves blocks in one process, where one run may stand for many."""
 _RESUMED = 64
 """Further steps in which a request that may be preempted computes its tokens again."""
 _NOTHING = Job("", FunctionBlock(lambda tracer: None))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import pairwise
-from typing import Any, ClassVar
-
-import torch
+from typing import Any
 
 from insitu.block import Lost
 from insitu.run import BlockRun, Interleaver, Outcome, Rows
+from insitu.run.indices import index_on
 from insitu.run.packed import OtherKindError
 from insitu.run.together import Together
 
@@ -26,6 +24,7 @@ class Cohort:
         self.leader = BlockRun(together, interleaver)
         self.leader.owner = owner
         self.leader.rows = _MANY
+        self.leader.many = together
 
     def join(self, member: Member) -> None:
         member.cohort = self
@@ -64,24 +63,24 @@ class Cohort:
             self._interleaver.resume(self.leader)
         self._interleaver.finish(self.leader, result)
 
-    def settle(self, rows: dict[Any, Rows]) -> None:
-        """The rows of all, in place of each one's."""
-        found = [(rows.pop(member), member.number) for member in self.members.values() if member in rows]
-        if len(found) != len(self.members):
-            return  # given by embeddings, of which none are computed here
+    def settle(self, spans: Mapping[str, tuple[int, int]], total: int) -> Rows | None:
+        """The rows of all, whose requests have these spans of a step's; None if some have none, as where prompts are
+        given by embeddings."""
+        found = [(spans[request], member.number) for request, member in self.members.items() if request in spans]
+        if not found or len(found) != len(self.members):
+            return None
         found.sort()
-        mine = [each for each, _ in found]
-        counts = [each.stop - each.start for each in mine]
         members = tuple(number for _, number in found)
         if members != self.together.members:
             self.together.members = members
-        self.together.counts = counts
-        whole = mine[0]._replace(stop=mine[-1].stop)
-        if any(one.stop != other.start for one, other in pairwise(mine)):
-            numbers = [row for each in mine for row in range(each.start, each.stop)]
-            device = next(self._interleaver.modules.root.parameters()).device
-            whole = whole._replace(scattered=torch.tensor(numbers, dtype=torch.long, device=device))
-        rows[self.leader] = whole
+        self.together.counts = [stop - start for (start, stop), _ in found]
+        mine = [span for span, _ in found]
+        whole = Rows(mine[0][0], mine[-1][1], total)
+        if all(one[1] == other[0] for one, other in pairwise(mine)):
+            return whole
+        numbers = [row for span in mine for row in range(*span)]
+        device = next(self._interleaver.modules.root.parameters()).device
+        return whole._replace(scattered=index_on(numbers, device), numbers=numbers)
 
     def error(self, number: int) -> BaseException | None:
         error = self.leader.error
@@ -106,17 +105,13 @@ class Member:
     names_source = False
     waiting = None
     recorders: Sequence[Any] = ()
-    wake = 0
-    drawn: ClassVar[Any] = deque[Any](maxlen=0)
 
-    __slots__ = ("__weakref__", "_error", "about", "beside", "cohort", "number", "request", "rows", "steps")
+    __slots__ = ("__weakref__", "_error", "about", "beside", "cohort", "number", "request")
 
     def __init__(self, cohort: Cohort, about: Any) -> None:
         self.cohort = cohort
         self.about = about
         self.request: str = about.request
-        self.rows: int = about.scheduled
-        self.steps = 0
         self.number = len(cohort.members)
         self.beside: list[Any] = []
         self._error: BaseException | None = None

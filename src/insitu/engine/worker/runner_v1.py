@@ -103,10 +103,10 @@ class V1Adapter(Adapter):
 
     def _sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         self.scored, logits = None, kwargs.get("logits", args[0] if args else None)
-        if logits is not None and self.runs and self._scores_are_asked_for():
+        if logits is not None and self.traced and self._scores_are_asked_for():
             logits = logits.clone()  # sampling works in them
         output = original(*args, **kwargs)
-        if self.runs:
+        if self.traced:
             self.serve_samples(output, logits)
         return output
 

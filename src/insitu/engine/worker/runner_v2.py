@@ -106,7 +106,7 @@ class V2Adapter(Adapter):
 
     def sample(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         sampled = original(*args, **kwargs)
-        if self.runs:
+        if self.traced:
             self.serve_samples(sampled[0], self.scored)
         self.scored = None
         return sampled

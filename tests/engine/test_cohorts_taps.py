@@ -1,0 +1,373 @@
+"""Blocks that run once for many requests at places that the compiled model serves: what each request gets is what it
+gets alone, by eager steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from insitu import VLLM
+from tests.engine.edits import tokens_of
+from tests.engine.helpers import completed, enqueue, own_engine
+from tests.engine.taps import PLACES, assert_same, recorded
+from tests.engine.test_abort import before_steps
+from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, host_of, trace_of
+from tests.engine.test_cohorts_steps import (
+    BLOCKS,
+    GREEDY,
+    STEPS,
+    WIDTH,
+    programs,
+    reads_every_step,
+    steers_every_step,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
+
+
+@pytest.fixture(scope="module")
+def tapped(engines: Any) -> Iterator[Any]:
+    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps=PLACES) as model:
+        yield model
+
+
+@pytest.fixture(params=["between pieces", "recorded"])
+def model(request: pytest.FixtureRequest, tapped: Any) -> Iterator[Any]:
+    with recorded(tapped) if request.param == "recorded" else nullcontext():
+        yield tapped
+
+
+@contextmanager
+def stepped(model: VLLM) -> Iterator[list[int]]:
+    """How many steps in here were eager, and how many were served at taps."""
+    before, counts = model.stats(), [0, 0]
+    yield counts
+    after = model.stats()
+    counts[:] = [after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps]
+
+
+V, W = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(3))
+OWN = torch.randn(len(PROMPTS), WIDTH, generator=torch.Generator().manual_seed(4))
+
+
+def adds_and_keeps(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            model.resid_post[1] += V
+            seen.append(model.resid_post[1])
+            seen.append(model.resid_post[3])
+        return seen
+
+    return block
+
+
+def edits_many_places(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for step in tracer.iter[:]:
+            model.resid_post[0] *= 0.5
+            x = model.resid_post[1]
+            x -= V * 2
+            x /= 2
+            seen.append(x)
+            if step % 2:
+                model.resid_post[2][:] = W
+            else:
+                model.resid_post[2][-1] += V
+            seen += [model.resid_post[2], model.logits[0]]
+        return seen
+
+    return block
+
+
+def edits_a_part(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            hidden = model.model.layers[1].output[0]
+            hidden[:] += V
+            later = model.resid_post[2]
+            later[:] *= 2
+            seen += [hidden, later, model.logits]
+        return seen
+
+    return block
+
+
+def edits_an_output(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            mlp = model.model.layers[1].mlp.output
+            mlp[:] += W
+            mlp[:] -= 0.25
+            seen.append(mlp)
+            seen.append(model.model.norm.output[0])
+        return seen
+
+    return block
+
+
+def replaces(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            model.resid_post[1] = model.resid_post[1] * 2 + V
+            seen += [model.resid_post[1], model.logits]
+        return seen
+
+    return block
+
+
+def edits_what_was_used(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            x = model.resid_post[1]
+            doubled = x * 2
+            x += V
+            seen += [doubled, x, model.logits]
+        return seen
+
+    return block
+
+
+def edits_what_was_left(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            first = model.resid_post[0]
+            second = model.resid_post[2]
+            first += 1
+            second -= V
+            seen += [first, second, model.logits]
+        return seen
+
+    return block
+
+
+def adds_what_it_saw_before(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        total = V * 1
+        for _ in tracer.iter[1:]:
+            model.resid_post[1] += total * 0.5 if not seen else seen[-1]
+            last = model.resid_post[3][-1] * 0.1
+            seen.append(last)
+            seen[-1] += 1
+        return seen
+
+    return block
+
+
+def adds_the_place_before(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            first = model.resid_post[0]
+            model.resid_post[2] += first
+            seen += [model.resid_post[3], first]
+        return seen
+
+    return block
+
+
+def leaves_the_taps(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for step in tracer.iter[:]:
+            model.resid_post[1] += V
+            if step > 2:
+                seen.append(model.mlp_out[2])
+            seen.append(model.logits)
+        return seen
+
+    return block
+
+
+def edits_logits(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            model.resid_post[1] += V
+            logits = model.logits
+            logits[:] *= 2
+            seen += [logits, model.samples]
+        return seen
+
+    return block
+
+
+IN_TABLES = [adds_and_keeps, edits_many_places, edits_an_output, edits_what_was_left, edits_logits]
+ELSE = [edits_a_part, replaces, edits_what_was_used, adds_what_it_saw_before, adds_the_place_before, leaves_the_taps]
+
+
+@pytest.mark.parametrize("made", [*BLOCKS, *IN_TABLES, *ELSE])
+def test_values_are_those_of_each_alone_by_eager_steps(
+    model: VLLM, llama: VLLM, made: Callable[[VLLM], Callable[[Any], Any]]
+) -> None:
+    run = lambda engine: engine.run(made(engine), PROMPTS, ignore_eos=True, **GREEDY)  # noqa: E731
+    wanted, _ = alone_and_together(llama, lambda: run(llama))
+    with counted(model) as counts:
+        alone, together = alone_and_together(model, lambda: run(model))
+        again = run(model)
+    assert counts == [2 * len(PROMPTS), 2 * len(PROMPTS)]
+    for found, what in ((alone, "alone"), (together, "together"), (again, "again")):
+        assert not isinstance(found, BaseException), found
+        assert_same(found, wanted, what)
+
+
+@pytest.mark.parametrize("made", [reads_every_step, steers_every_step, *IN_TABLES])
+def test_tables_and_copies_are_enough_for_each_step(tapped: VLLM, made: Callable[[VLLM], Callable[[Any], Any]]) -> None:
+    with recorded(tapped):
+        run = lambda: tapped.run(made(tapped), PROMPTS, ignore_eos=True, **GREEDY)  # noqa: E731
+        run(), run()
+        with stepped(tapped) as steps, counted(tapped) as counts:
+            run()
+        assert counts == [len(PROMPTS), 0]
+        assert steps[0] <= 1  # the first, of which a table has no rows
+        assert sum(steps) >= STEPS
+
+
+def own_vectors(model: VLLM, lengths: list[int], stops: list[int] | None = None) -> Any:
+    with model.trace(temperature=0.0, stop_token_ids=stops or []) as tracer:
+        for prompt, vector, length in zip(PROMPTS, OWN, lengths, strict=True):
+            with tracer.invoke(prompt, max_tokens=length):
+                seen = [].save()
+                for _ in tracer.iter[:]:
+                    model.resid_post[1] += vector
+                    model.resid_post[2][:] += vector * 0.5
+                    seen.append(model.resid_post[3][-1])
+                    seen.append(model.logits)
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [[5] * 6, [5, 2, 4, 5, 3, 1], [1, 1, 6, 6, 1, 3]], ids=str)
+def test_each_has_a_vector_and_a_length_of_its_own(model: VLLM, llama: VLLM, lengths: list[int]) -> None:
+    wanted, _ = alone_and_together(llama, lambda: own_vectors(llama, lengths))
+    with counted(model) as counts:
+        alone, together = alone_and_together(model, lambda: own_vectors(model, lengths))
+        again = own_vectors(model, lengths)
+    assert counts == [2 * len(PROMPTS), 2 * len(PROMPTS)]
+    for found, what in ((alone, "alone"), (together, "together"), (again, "again")):
+        assert_same(found, wanted, what)
+
+
+def test_some_end_early(model: VLLM, llama: VLLM) -> None:
+    drawn = llama.run(
+        lambda tracer: [llama.samples.clone() for _ in tracer.iter[:]], PROMPTS, ignore_eos=True, **GREEDY
+    )
+    stops = [int(drawn[0][2]), int(drawn[3][1]), int(drawn[5][3])]
+    lengths = [6] * len(PROMPTS)
+    wanted, _ = alone_and_together(llama, lambda: own_vectors(llama, lengths, stops))
+    alone, together = alone_and_together(model, lambda: own_vectors(model, lengths, stops))
+    assert_same(alone, wanted, "alone")
+    assert_same(together, wanted, "together")
+
+
+def test_an_aborted_request_leaves_the_others(model: VLLM, llama: VLLM) -> None:
+    engine = model.vllm_entrypoint.llm_engine
+
+    def abort(step: int) -> None:
+        if step == 2:
+            engine.abort_request([list(engine.output_processor.request_states)[2]], internal=True)
+
+    lengths = [5] * len(PROMPTS)
+    wanted = own_vectors(llama, lengths)
+    for _ in range(2):
+        with before_steps(model, abort), pytest.raises(Exception) as told:
+            own_vectors(model, lengths)
+        assert told.value.invoke == 2  # type: ignore[attr-defined]
+        assert model.in_flight() == 0
+        assert not host_of(model).company.all
+    assert_same(own_vectors(model, lengths), wanted, "afterwards")
+
+
+@pytest.mark.parametrize("beside", ["taps alone", "a place without a tap", "an edit of its own"])
+def test_blocks_of_other_kinds_in_the_same_steps(model: VLLM, llama: VLLM, beside: str) -> None:
+    def work(engine: VLLM) -> Any:
+        with engine.trace(temperature=0.0, ignore_eos=True) as tracer:
+            for number, prompt in enumerate([*PROMPTS, *PROMPTS]):
+                if number % 3 == 1:
+                    with tracer.invoke(prompt, max_tokens=4):
+                        odd = [].save()
+                        for step in tracer.iter[:]:
+                            if beside == "taps alone":
+                                odd.append(engine.resid_post[2].cummax(0)[0])
+                            elif beside == "a place without a tap":
+                                odd.append(engine.mlp_out[2].cummax(0)[0] if step == 2 else engine.logits)
+                            else:
+                                engine.resid_post[1][:, ::2] = 0
+                                odd.append(engine.resid_post[3].cummax(0)[0])
+                else:
+                    with tracer.invoke(prompt, max_tokens=5):
+                        even = [].save()
+                        for _ in tracer.iter[:]:
+                            engine.resid_post[1] *= 0.5
+                            even.append(engine.resid_post[1])
+                            even.append(engine.logits[0])
+        return odd, even  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    wanted, _ = alone_and_together(llama, lambda: work(llama))
+    with counted(model) as counts:
+        alone, together = alone_and_together(model, lambda: work(model))
+        again = work(model)
+    assert counts[0] >= 8
+    for found, what in ((alone, "alone"), (together, "together"), (again, "again")):
+        assert_same(found, wanted, f"{what}, beside {beside}")
+
+
+@pytest.mark.usefixtures("no_edits_left")
+@pytest.mark.parametrize("saving", [False, True])
+def test_an_edit_beside_many_requests(model: VLLM, llama: VLLM, saving: bool) -> None:
+    def asked(engine: VLLM) -> Any:
+        with engine.edit() as (tracer, edit):
+            seen = []
+            for _ in tracer.all():
+                engine.resid_post[1][:] += V
+                if saving:
+                    seen.append(engine.resid_post[3])
+            if saving:
+                seen.save()  # type: ignore[attr-defined]
+        try:
+            enqueue(engine, PROMPTS, [5, 3, 4, 5, 2, 5])
+            return [(tokens_of(each), getattr(each, "saves", {}).get("seen")) for each in completed(engine)]
+        finally:
+            edit.clear()
+
+    wanted = asked(llama)
+    with counted(model) as counts:
+        alone, together = alone_and_together(model, lambda: asked(model))
+    assert counts[0] == len(PROMPTS)
+    for found in (alone, together):
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+        if saving:
+            assert_same([saves for _, saves in found], [saves for _, saves in wanted], "saved")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(program=programs(), seed=st.integers(0, 9), stops=st.lists(st.integers(0, 400), max_size=40))
+def test_any_steps_leave_what_eager_steps_leave(
+    model: VLLM, llama: VLLM, program: str, seed: int, stops: list[int]
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vectors = [torch.randn(WIDTH, generator=generator) for _ in PROMPTS]
+    shared = torch.randn(WIDTH, generator=generator)
+    sampling = GREEDY | ({"stop_token_ids": stops} if stops else {"ignore_eos": True})
+    traced = trace_of(program, ["rows", "total", "last"])
+    wanted, _ = alone_and_together(llama, lambda: traced(llama, vectors, shared, sampling))
+    with counted(model) as counts:
+        alone, together = alone_and_together(model, lambda: traced(model, vectors, shared, sampling))
+    event(f"together: {counts[0]}, ended early: {bool(stops)}, failed: {type(together).__name__}")
+    if isinstance(wanted, BaseException):
+        assert type(together) is type(alone) is type(wanted), program
+    else:
+        assert_same(alone, wanted, f"alone: {program}")
+        assert_same(together, wanted, f"together: {program}")
