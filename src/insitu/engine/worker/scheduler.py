@@ -41,12 +41,14 @@ class TracedScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._reserved:
+            self._reserved.keep_only(self.requests)
+        if not self._reserved:  # none of those here is to be whole, or to keep anything
+            return super().schedule(*args, **kwargs)
+        self._put_victims_last()
         # 0.31 has a limit of its own for how many are let in.
         setting = "max_num_active_reqs" if hasattr(self, "max_num_active_reqs") else "max_num_running_reqs"
         limit = getattr(self, setting)
-        if self._reserved:
-            self._reserved.keep_only(self.requests)
-            self._put_victims_last()
         setattr(self, setting, min(limit, len(self.running) + self._may_begin(limit)))
         try:
             return super().schedule(*args, **kwargs)
