@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("INSITU_CPU_KVCACHE_BYTES", str(2**30))
 
 import torch
 from rich.console import Console

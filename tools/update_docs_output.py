@@ -10,16 +10,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import nbformat
 
 from tests.docs import notebooks, pages
+from tests.docs.warm import Warm
 
 
 def main() -> None:
-    for page in pages.PAGES:
-        if not pages.blocks(page):
-            continue
-        before = page.read_text("utf-8")
-        after = pages.rewritten(page, pages.run(page))
-        page.write_text(after, "utf-8")
-        print(f"{page.name}: {'rewritten' if after != before else 'as it was'}")
+    with Warm() as warm:
+        for page in pages.PAGES:
+            if not pages.blocks(page):
+                continue
+            before = page.read_text("utf-8")
+            after = pages.rewritten(page, warm.run(page))
+            page.write_text(after, "utf-8")
+            print(f"{page.name}: {'rewritten' if after != before else 'as it was'}")
     for notebook in notebooks.NOTEBOOKS:
         nbformat.write(notebooks.run(notebook), notebook)
         print(f"{notebook.name}: rewritten")

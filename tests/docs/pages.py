@@ -9,13 +9,9 @@ before a block leaves it out.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import linecache
-import os
 import re
 import subprocess
-import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
@@ -56,21 +52,6 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def run(page: Path) -> list[str]:
-    """What each block of the page prints, run in a process of its own."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-        done = subprocess.run(
-            [sys.executable, "-X", "faulthandler", "-m", "tests.docs.pages", str(page), result.name],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        if done.returncode != 0:
-            raise AssertionError(f"{page.name} ended with {done.returncode}: {done.stderr[-6000:]}")
-        return json.load(result)
-
-
 def rewritten(page: Path, outputs: list[str]) -> str:
     """The text of the page with each shown output replaced by the real one."""
     text = page.read_text("utf-8")
@@ -81,7 +62,7 @@ def rewritten(page: Path, outputs: list[str]) -> str:
     return text
 
 
-def _run_here(page: Path) -> list[str]:
+def run_here(page: Path) -> list[str]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     return [_run_block(block, f"<{page.name}, block {block.number}>", namespace) for block in blocks(page)]
 
@@ -103,9 +84,3 @@ def _run_block(block: Block, filename: str, namespace: dict[str, Any]) -> str:
             assert not block.fails, f"{filename} was to fail"
         printed.seek(0)
         return printed.read()
-
-
-if __name__ == "__main__":
-    importlib.import_module("tests.conftest")  # its settings for vLLM
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    Path(sys.argv[2]).write_text(json.dumps(_run_here(Path(sys.argv[1]))))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.docs import pages
+from tests.docs.warm import Warm
 
 RUNNABLE = [page for page in pages.PAGES if pages.blocks(page)]
 
@@ -19,8 +22,15 @@ def running(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[list[s
     """The pages that are asked for, two at a time: most of a page is the start of its engine, on one core."""
     name = test_page_prints_what_it_shows.__name__
     chosen = [item.callspec.params["page"] for item in request.session.items if item.originalname == name]
-    with ThreadPoolExecutor(2) as pool:
-        yield {page: pool.submit(pages.run, page) for page in chosen}
+    started = threading.local()
+
+    def run(page: Path) -> list[str]:
+        if not hasattr(started, "warm"):
+            started.warm = processes.enter_context(Warm())
+        return started.warm.run(page)
+
+    with ExitStack() as processes, ThreadPoolExecutor(2) as pool:
+        yield {page: pool.submit(run, page) for page in chosen}
         pool.shutdown(cancel_futures=True)
 
 
@@ -60,15 +70,16 @@ def test_a_page_is_run_and_written_back(tmp_path: Path) -> None:
         "```python\nx += 1\n```\n"
         "```python\nraise ValueError(x)\n```\n\n```text\nTraceback\n```\nEnd\n"
     )
-    outputs = pages.run(page)
-    assert outputs[:2] == ["1\n", ""]
-    assert outputs[2] == (
-        "Traceback (most recent call last):\n"
-        '  File "<page.md, block 3>", line 1, in <module>\n'
-        "    raise ValueError(x)\n"
-        "ValueError: 2\n"
-    )
-    page.write_text(pages.rewritten(page, outputs))
-    assert "```text\n1\n```\n" in page.read_text()
-    assert page.read_text().endswith("ValueError: 2\n```\nEnd\n")
-    assert pages.run(page) == outputs
+    with Warm() as warm:
+        outputs = warm.run(page)
+        assert outputs[:2] == ["1\n", ""]
+        assert outputs[2] == (
+            "Traceback (most recent call last):\n"
+            '  File "<page.md, block 3>", line 1, in <module>\n'
+            "    raise ValueError(x)\n"
+            "ValueError: 2\n"
+        )
+        page.write_text(pages.rewritten(page, outputs))
+        assert "```text\n1\n```\n" in page.read_text()
+        assert page.read_text().endswith("ValueError: 2\n```\nEnd\n")
+        assert warm.run(page) == outputs

@@ -26,7 +26,7 @@ def main(page: str, result: str) -> None:
 
     client.VLLM.__init__ = noted  # type: ignore[method-assign]
     client.Trace = lambda engine, lock, prompts, settings, *_: RemoteTrace(models[-1], prompts, settings)  # type: ignore[misc,assignment]
-    Path(result).write_text(json.dumps(pages._run_here(Path(page))))
+    Path(result).write_text(json.dumps(pages.run_here(Path(page))))
 
 
 if __name__ == "__main__":

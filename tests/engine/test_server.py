@@ -48,6 +48,7 @@ class Server:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         settings = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny")
+        settings += ("--kv-cache-memory-bytes", str(2**28))
         whole = [*command, folder or models.tiny("llama"), *settings, *arguments, "--port", str(self.port)]
         self.process = subprocess.Popen(whole, start_new_session=True, env=environment)
         try:

@@ -136,7 +136,8 @@ def cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args.keys()
     if not current_platform.is_cpu() or chosen or "VLLM_CPU_KVCACHE_SPACE" in os.environ:
         return {}
-    return {"kv_cache_memory_bytes": min(4 * _GIB, psutil.virtual_memory().available // 4)}
+    most = os.environ.get("INSITU_CPU_KVCACHE_BYTES") or 4 * _GIB  # vLLM's variable counts whole GiB
+    return {"kv_cache_memory_bytes": min(int(most), psutil.virtual_memory().available // 4)}
 
 
 @contextmanager
