@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 EIFFEL = "The Eiffel Tower is in the city of"
@@ -25,8 +25,8 @@ class Walkthrough:
     def __init__(self, out: Path, url: str | None = None) -> None:
         self.out = out
         self.url = url
-        self.console = Console(highlight=False)
-        self.progress = Progress(
+        self.console: Console = Console(highlight=False)
+        self.progress: Progress = Progress(
             SpinnerColumn(),
             BarColumn(bar_width=20),
             TextColumn("{task.completed}/{task.total}  {task.description}"),
@@ -34,7 +34,7 @@ class Walkthrough:
             console=self.console,
             transient=True,
         )
-        self.task = self.progress.add_task("", total=STEPS)
+        self.task: TaskID = self.progress.add_task("", total=STEPS)
 
     def run(self) -> None:
         start = time.monotonic()

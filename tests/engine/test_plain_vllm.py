@@ -25,7 +25,7 @@ from vllm import LLM, SamplingParams
 prompts, tokens = json.loads(sys.argv[1])
 found = {}
 for name in sorted(models.NAMES, key=lambda name: name != "mixtral"):
-    llm = LLM(models.tiny(name), dtype="float32", enforce_eager=True, max_model_len=256)
+    llm = LLM(models.tiny(name), dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=2**26)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=1)
     found[name] = []
     for output in llm.generate(prompts, params, use_tqdm=False):

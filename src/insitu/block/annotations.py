@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
+
+from .walk import FUNCTIONS
 
 __all__ = ["DropAnnotations"]
 
@@ -15,7 +18,5 @@ class DropAnnotations(ast.NodeTransformer):
             return ast.copy_location(ast.Pass(), node)
         return ast.copy_location(ast.Assign([node.target], node.value), node)
 
-    def _leave(self, node: ast.AST) -> ast.AST:
-        return node
-
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = _leave  # noqa: N815
+    def visit(self, node: ast.AST) -> Any:
+        return node if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else super().visit(node)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from .saves import SAVE_NAME
-from .walk import own_nodes
+from .walk import FUNCTIONS, own_nodes
 
 __all__ = ["Mark", "Unmark", "saved_within"]
 
@@ -83,7 +84,8 @@ class Mark(ast.NodeTransformer):
         self._scopes.pop()
         return node
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = visit_ClassDef = _visit_scope  # noqa: N815
+    def visit(self, node: ast.AST) -> Any:
+        return self._visit_scope(node) if isinstance(node, (*FUNCTIONS, ast.ClassDef)) else super().visit(node)
 
 
 def saved_within(tree: ast.AST) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from .walk import FUNCTIONS, own_nodes
 
@@ -21,7 +22,8 @@ class NonlocalToGlobal(ast.NodeTransformer):
         self._functions.pop()
         return node
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
+    def visit(self, node: ast.AST) -> Any:
+        return self._visit_function(node) if isinstance(node, FUNCTIONS) else super().visit(node)
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> list[ast.stmt]:
         within = set().union(*self._functions[:-1]) if self._functions else set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from .walk import FUNCTIONS
 
@@ -29,7 +30,8 @@ class SuperArguments(ast.NodeTransformer):
         self._first = outer
         return node
 
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _visit_function  # noqa: N815
+    def visit(self, node: ast.AST) -> Any:
+        return self._visit_function(node) if isinstance(node, FUNCTIONS) else super().visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         return node  # a class written in the block: its methods find their own

@@ -34,7 +34,8 @@ class Call(msgspec.Struct, array_like=True):
     message: bytes
 
 
-encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Call).decode
+encode: Callable[[Call], bytes] = msgspec.msgpack.Encoder().encode
+decode: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call).decode
 
 
 @dataclass

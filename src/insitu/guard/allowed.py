@@ -26,9 +26,9 @@ class Allowed:
     __slots__ = ("function", "name", "watched")
 
     def __init__(self, function: Callable[..., Any], name: str, watched: bool = False) -> None:
-        self.function = function
-        self.name = name
-        self.watched = watched
+        self.function: Callable[..., Any] = function
+        self.name: str = name
+        self.watched: bool = watched
 
     def __repr__(self) -> str:
         return f"<function {self.name}>"
@@ -45,7 +45,7 @@ class Kind(Allowed):
 
     def __init__(self, function: Callable[..., Any], name: str, kind: Any) -> None:
         super().__init__(function, name)
-        self.kind = kind
+        self.kind: Any = kind
 
 
 class Namespace:
@@ -54,8 +54,8 @@ class Namespace:
     __slots__ = ("members", "name")
 
     def __init__(self, name: str, members: Mapping[str, Any]) -> None:
-        self.name = name
-        self.members = members
+        self.name: str = name
+        self.members: Mapping[str, Any] = members
 
     def get(self, name: str) -> Any:
         if name not in self.members:

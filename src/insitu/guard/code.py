@@ -33,16 +33,16 @@ class GuardedBlock(SentOnce):
 
     def __init__(self, source: CodeSource, limits: GuardLimits | None = None, compiled: Compiled | None = None) -> None:
         self.source = source
-        self.limits = limits or GuardLimits()
+        self.limits: GuardLimits = limits or GuardLimits()
         self._compiled = compiled = compiled or block_of(source)
-        self.filename = remote_name(source.filename)
-        self.lineno = source.first
-        self.name = source.name
-        self.qualname = source.qualname
-        self.code = compiled.code
-        self.reads = compiled.reads
-        self.binds = compiled.binds
-        self.digest = _digest(source, self.limits) if len(source.text) <= _SHORT else ""
+        self.filename: str = remote_name(source.filename)
+        self.lineno: int = source.first
+        self.name: str = source.name
+        self.qualname: str = source.qualname
+        self.code: CodeType = compiled.code
+        self.reads: frozenset[str] = compiled.reads
+        self.binds: frozenset[str] = compiled.binds
+        self.digest: str = _digest(source, self.limits) if len(source.text) <= _SHORT else ""
 
     @property
     def tree(self) -> ast.Module:
@@ -101,7 +101,7 @@ class GuardedFunction:
 
     def __init__(self, source: CodeSource, limits: GuardLimits | None = None) -> None:
         self.source = source
-        self.limits = limits or GuardLimits()
+        self.limits: GuardLimits = limits or GuardLimits()
         self.names: dict[str, Any] = {}
         self.defaults: tuple[Any, ...] = ()
         self.kwdefaults: dict[str, Any] = {}

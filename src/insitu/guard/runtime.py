@@ -45,8 +45,8 @@ class Runtime:
 
     def __init__(self, limits: GuardLimits, saves: Saves | None = None) -> None:
         self.meter: Meter = Meter(limits)
-        self.operators = Operators(self.meter, self.iterable)
-        self.builtins = Builtins(self)
+        self.operators: Operators = Operators(self.meter, self.iterable)
+        self.builtins: Builtins = Builtins(self)
         self._watch = Watch(self.meter)
         self._saves = saves
         self._own: dict[CodeType, None] = {}

@@ -62,10 +62,14 @@ class Restricting(RestrictingNodeTransformer):
         kind = type(node).__name__
         raise _refusal(node, _INSTEAD.get(kind, f"it can't use {kind}"), self._filename)
 
-    def _refuse(self, node: ast.AST) -> NoReturn:
+    def visit_ClassDef(self, node: ast.ClassDef) -> NoReturn:
         self.not_allowed(node)
 
-    visit_ClassDef = visit_Import = visit_ImportFrom = _refuse  # noqa: N815
+    def visit_Import(self, node: ast.Import) -> NoReturn:
+        self.not_allowed(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> NoReturn:
+        self.not_allowed(node)
 
     # -- names ----------------------------------------------------------------------------
 

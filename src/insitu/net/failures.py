@@ -19,7 +19,8 @@ __all__ = ["error_of", "failure_of"]
 _LINES = 50
 _TEXT = 20_000
 _CHAIN = 8
-_OURS = {name: kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), InsituError)}
+_OURS: dict[str, type[BaseException]] = {name: getattr(errors, name) for name in errors.__all__}
+_OURS = {name: kind for name, kind in _OURS.items() if issubclass(kind, InsituError)}
 _OURS |= {"WireError": WireError, "FormError": FormError}
 _PYTHONS = {
     name: kind

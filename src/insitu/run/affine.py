@@ -16,11 +16,11 @@ class Affine:
     __slots__ = ("bias", "changed", "scale", "vector", "weight")
 
     def __init__(self) -> None:
-        self.scale = 1.0
+        self.scale: float = 1.0
         self.vector: torch.Tensor | None = None
-        self.weight = 1.0
-        self.bias = 0.0
-        self.changed = False
+        self.weight: float = 1.0
+        self.bias: float = 0.0
+        self.changed: bool = False
 
     @property
     def vectors(self) -> Sequence[torch.Tensor]:

@@ -47,8 +47,8 @@ class Ahead:
 
     def __init__(self, filled: Callable[[torch.Tensor, list[torch.Tensor]], None]) -> None:
         """``filled`` is given the memory of each page and its rows, once they have their values."""
-        self.now = Coming()
-        self.promised = 0
+        self.now: Coming = Coming()
+        self.promised: int = 0
         self.most = 8
         self._step = 0
         self._coming: dict[int, Coming] = {}

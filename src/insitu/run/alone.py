@@ -14,7 +14,7 @@ class Alone:
     ``left``: the requests of whose blocks all processes know, since this step began, that they have ended.
     """
 
-    windowed = frozenset({"insitu_collect"})
+    windowed: frozenset[str] = frozenset({"insitu_collect"})
     leaves_ended_out = True
     left: Sequence[str] = ()
 

@@ -65,7 +65,7 @@ class BlockRun:
         self.drawn: list[tuple[torch.Tensor, int]] = []
         self.at: Place | None = None
         self.waiting: Place | None = None
-        self.position = 0
+        self.position: int = 0
         self.habits: Any = None
         self.promise: Callable[[BlockRun, Place], Served | None] | None = None
         """Gives what the block goes on with, without waiting, where that can be."""
@@ -77,26 +77,26 @@ class BlockRun:
         self.keeps_promises = False
         """Whether it was seen to hold what it was promised when it moved on."""
         self.last_promised = -1
-        self.limit = 0
+        self.limit: int = 0
         """The last step that the block may go on to without waiting for it."""
-        self.wake = 0
+        self.wake: int = 0
         """If it waits for the beginning of a step, which one."""
-        self.code = code_of(program)
+        self.code: object = code_of(program)
         mentioned = mentions(program)
-        self.names_source = "source" in mentioned
-        self.reads_unseen = not UNASKED.isdisjoint(mentioned)
-        self.reads_tokens = "tokens" in mentioned
-        self.writes_unseen = not BEHIND_TORCH.isdisjoint(mentioned)
+        self.names_source: bool = "source" in mentioned
+        self.reads_unseen: bool = not UNASKED.isdisjoint(mentioned)
+        self.reads_tokens: bool = "tokens" in mentioned
+        self.writes_unseen: bool = not BEHIND_TORCH.isdisjoint(mentioned)
         self._keys = KeyRecorder(model.anatomy.keys) if reads_later_patterns(mentioned, length) else None
         self.recorders: list[Recorder] = [] if self._keys is None else [self._keys]
-        self.skipping = False
+        self.skipping: bool = False
         self._skipped: list[tuple[int, Place]] = []
         self.steps = 0
-        self.step = 0
-        self.stopping = False
+        self.step: int = 0
+        self.stopping: bool = False
         self.edited = False
-        self.started = False
-        self.done = False
+        self.started: bool = False
+        self.done: bool = False
         self.returned: Any = None
         self.error: BaseException | None = None
 

@@ -22,7 +22,7 @@ class Calls:
     def __init__(self, modules: ModuleTable, unembed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._modules = modules
         self._unembed = unembed
-        self.running = False
+        self.running: bool = False
         self.beside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.apply: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] = self._apply
 

@@ -32,7 +32,7 @@ class Derived:
         if known is None:
             parts = self._all_parts()
             self._direct = len(parts) == 1 and multiplier == 1
-            self.value = parts[0] if self._direct else self._sum(parts)
+            self.value: torch.Tensor = parts[0] if self._direct else self._sum(parts)
             self._given = None if self._direct else self.value.clone()
             self._part_versions = [part._version for part in parts]
         else:

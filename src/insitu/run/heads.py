@@ -76,8 +76,8 @@ class KeyRecorder:
 
     def __init__(self, keys: Iterable[Heads]) -> None:
         self._by_place = {heads.place: heads for heads in keys}
-        self.places = frozenset(self._by_place)
-        self.paths = [place.path for place in self._by_place]
+        self.places: frozenset[Place] = frozenset(self._by_place)
+        self.paths: list[str] = [place.path for place in self._by_place]
         self._steps: dict[Place, dict[int, torch.Tensor]] = {}
 
     def record(self, place: Place, step: int, live: Any, rows: Rows, fixed: frozenset[int]) -> None:

@@ -11,9 +11,11 @@ import operator
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class NotStraightError(BaseException):
@@ -24,12 +26,26 @@ def _refuse(*_: Any) -> Any:
     raise NotStraightError
 
 
+def refusing(refuse: Callable[..., Any], *names: str) -> Callable[[type[T]], type[T]]:
+    """Gives a class the methods of these names, each of which is ``refuse``."""
+
+    def to(made: type[T]) -> type[T]:
+        for name in names:
+            setattr(made, f"__{name}__", refuse)
+        return made
+
+    return to
+
+
+LOOKED_AT = ("eq", "ne", "lt", "le", "gt", "ge", "repr", "str", "format")
+USED = ("bool", "contains", "float", "int", "index", "call", "delitem")
+
+
+@refusing(_refuse, *LOOKED_AT)
 class _Read:
     """Equal to nothing, and never shown as a text."""
 
     __slots__ = ()
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __repr__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
-    __hash__ = object.__hash__
 
 
 class Shown(_Read):
@@ -53,16 +69,14 @@ class Shown(_Read):
         return _refuse() if isinstance(key, slice) else self._parts[key]
 
 
+@refusing(_refuse, *USED, "setitem", "iadd", "isub", "imul", "itruediv")
 class Held(_Read):
     """A tensor of the caller's, or what was calculated from it."""
 
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    __bool__ = __contains__ = __float__ = __int__ = __index__ = __call__ = __setitem__ = __delitem__ = _refuse
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = _refuse
+        self.tensor: torch.Tensor = tensor
 
     def __getattr__(self, name: str) -> Any:
         if name in _FACTS:

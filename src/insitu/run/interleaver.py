@@ -39,9 +39,9 @@ class Interleaver(Watching):
 
     in_use = True
     """Whether taps are served at all; if not, by eager steps."""
-    tapped = False
+    tapped: bool = False
     """Whether this step's blocks are served at taps, beside a compiled forward."""
-    one_graph = True
+    one_graph: bool = True
     """Whether that forward may be one CUDA graph."""
 
     def __init__(

@@ -62,7 +62,7 @@ class Layouts:
     ) -> None:
         """``width`` is that of the residual stream."""
         found = {path: parallel(module) for path, module in modules.by_path.items()}
-        self.parallel = {path: each for path, each in found.items() if each is not None}
+        self.parallel: dict[str, Parallel] = {path: each for path, each in found.items() if each is not None}
         self._modules = modules
         self._group = group
         self._width = width

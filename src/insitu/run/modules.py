@@ -20,7 +20,7 @@ class ModuleTable:
 
     def __init__(self, root: torch.nn.Module) -> None:
         self.root = root
-        self.by_path = dict(root.named_modules(remove_duplicate=False))
+        self.by_path: dict[str, torch.nn.Module] = dict(root.named_modules(remove_duplicate=False))
         self._beside = _beside_the_tree(root, self.by_path)
         self.by_path |= self._beside
         self._paths: dict[int, list[str]] = {}

@@ -27,8 +27,8 @@ class Packed:
     __slots__ = ("counts", "members", "tensor")
 
     def __init__(self, tensor: torch.Tensor, members: Members, counts: Sequence[int] | None) -> None:
-        self.tensor = tensor
-        self.members = members
+        self.tensor: torch.Tensor = tensor
+        self.members: Members = members
         self.counts = counts
 
     def apart(self) -> list[Any]:

@@ -22,7 +22,9 @@ class Page:
     def __init__(self, like: Any, count: int) -> None:
         """``like``: a request's row of it, ``shape``, ``dtype`` and ``device``."""
         # Not numbers, so that nobody takes them for values.
-        self.memory = torch.full((count, *like.shape[1:]), torch.nan, dtype=like.dtype, device=like.device)
+        self.memory: torch.Tensor = torch.full(
+            (count, *like.shape[1:]), torch.nan, dtype=like.dtype, device=like.device
+        )
         # Views with a version counter of their own: an edit of one is none of another.
         self.rows: Sequence[torch.Tensor] = self.memory.unsafe_split(1)
         self.runs: list[Any] = []
@@ -65,7 +67,7 @@ class RowIndex:
     def __init__(self, rows: Mapping[Any, Rows], runs: Sequence[Any], device: torch.device) -> None:
         self._rows, self._runs = rows, list(runs)
         starts = [rows[run].start if run in rows else -1 for run in runs]
-        self.missing = [number for number, start in enumerate(starts) if start < 0]
+        self.missing: list[int] = [number for number, start in enumerate(starts) if start < 0]
         self.index: Any = slice(starts[0], starts[0] + len(starts))
         if self.missing or starts != list(range(starts[0], starts[0] + len(starts))):
             self.index = index_on([max(start, 0) for start in starts], device)

@@ -205,7 +205,7 @@ class Leader(Telling, ParallelInterleaver):
 class Shadow:
     """A run as a rank that follows knows it."""
 
-    beside = ()
+    beside: tuple[()] = ()
 
     def __init__(self, request: str) -> None:
         self.request = request
@@ -220,6 +220,7 @@ class Follower(Told, ParallelInterleaver):
     """Does on the other ranks what rank 0 does."""
 
     shadow = Shadow
+    left: Sequence[str] = ()
     ended: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     """Is the leader's business."""
 

@@ -44,15 +44,16 @@ class Target:
 
     def __init__(self, visit: PromisedServed, part: int, stream: Stream | None = None, copy: int = 0) -> None:
         self.visit: Any = visit
-        self.copy = copy
-        self.stream = stream
-        self.number = part
+        self.copy: int = copy
+        self.stream: Stream | None = stream
+        self.number: int = part
         self.edits: Any = None
         self.views: list[torch.Tensor] = []
-        self.key = (part, stream is not None, copy)
-        self.like = like = visit.known.like[part]
+        self.key: tuple[int, bool, int] = (part, stream is not None, copy)
+        self.like: Like = visit.known.like[part]
+        like = self.like
         memory = visit.ahead.memory(self, visit.coming, like) if visit.run.keeps_promises else None
-        self.in_page = memory is not None
+        self.in_page: bool = memory is not None
         if memory is None:
             visit.register()
             memory = visit.run.spare.pop((visit.what, self.key), None)
@@ -122,14 +123,17 @@ class PromisedServed(Served):
         ahead: Ahead,
         coming: Coming,
     ) -> None:
-        self.run = run
-        self.step = run.step
-        self.what = known.place
-        self.known = known
-        self.wait = wait
-        self.ahead = ahead
-        self.coming = coming
-        self.waits = self.closed = self.fulfilled = self.registered = False
+        self.run: BlockRun = run
+        self.step: int = run.step
+        self.what: Place = known.place
+        self.known: Promisable = known
+        self.wait: Callable[[PromisedServed], Served] = wait
+        self.ahead: Ahead = ahead
+        self.coming: Coming = coming
+        self.waits: bool = False
+        self.closed: bool = False
+        self.fulfilled: bool = False
+        self.registered: bool = False
         self.kept: Served | None = None
         self.targets: list[Target] = []
         self.target: Target | None = None
@@ -137,8 +141,8 @@ class PromisedServed(Served):
         self._leaves = {}
         self._withheld = {}
         self.edited = False
-        self.touched = set()
-        self.live = None
+        self.touched: set[int] = set()
+        self.live: Any = None
 
     # -- the block's side -----------------------------------------------------------------
 

@@ -61,9 +61,10 @@ class CacheRecorder:
         self._device, self._dtype = _destination(device, dtype)
         outline = table.outline()
         wanted = matching(modules, outline)
-        self.places = frozenset(Place(path, site) for path in wanted for site in sites)
+        self.places: frozenset[Place] = frozenset(Place(path, site) for path in wanted for site in sites)
         # Which path of a shared module is being called is told by the calls of its owners.
-        self.paths = list(dict.fromkeys(each for path in wanted for each in (path, *table.owners(path))))
+        owned = (each for path in wanted for each in (path, *table.owners(path)))
+        self.paths: list[str] = list(dict.fromkeys(owned))
         self.first_step = first_step
         self._records = Records(_lists(wanted, outline))
         self.cache: Cache = Cache(self._records)

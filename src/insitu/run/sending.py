@@ -30,9 +30,9 @@ class Sent:
 
     def __init__(self, tensors: Sequence[torch.Tensor], host: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
         """``arrived``: since when ``host`` has the copy; it has it already if that is None."""
-        self.tensors = tensors
-        self.versions = [each._version for each in tensors]
-        self.nbytes = sum(each.nbytes for each in tensors)
+        self.tensors: Sequence[torch.Tensor] = tensors
+        self.versions: list[int] = [each._version for each in tensors]
+        self.nbytes: int = sum(each.nbytes for each in tensors)
         self.found: list[torch.Tensor] | None = None
         """Their copies on the host, each with memory of its own; None until ``take_apart``."""
         self._shape = tensors[0].shape
@@ -65,7 +65,7 @@ class Sender:
 
     def __init__(self, is_far: Callable[[torch.Tensor], bool] = _on_a_gpu) -> None:
         self._is_far = is_far
-        self.in_use = is_far is not _on_a_gpu or torch.cuda.is_available()
+        self.in_use: bool = is_far is not _on_a_gpu or torch.cuda.is_available()
         self._known: dict[int, tuple[Sent, int]] = {}
         self._pages: list[Sent] = []
         self._together: deque[Sent] = deque()

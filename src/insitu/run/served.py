@@ -85,7 +85,7 @@ class Withheld:
     """Stands in what a block is served for a tensor that is not its request's alone."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
 
     def __repr__(self) -> str:
         return f"<a tensor {self.shape} that does not go by tokens, withheld>"
@@ -99,13 +99,13 @@ class Leaf:
     def __init__(
         self, live: torch.Tensor, rows: Index | None, compare: bool, private: torch.Tensor | None = None
     ) -> None:
-        self.compare = compare
-        self.live = live
-        self.rows = rows
-        self.private = _copied(live, rows) if private is None else private
-        self.version = self.private._version
-        self.replaced = False
-        self.number = 0
+        self.compare: bool = compare
+        self.live: torch.Tensor = live
+        self.rows: Index | None = rows
+        self.private: torch.Tensor = _copied(live, rows) if private is None else private
+        self.version: int = self.private._version
+        self.replaced: bool = False
+        self.number: int = 0
         self.edited: torch.Tensor | None = None
 
     @property
@@ -158,12 +158,12 @@ class Served:
 
         self._withheld = withheld
 
-        self.live = live
+        self.live: Any = live
         self._leaves = leaves
-        self.edited = False
+        self.edited: bool = False
         self.touched: set[int] = set()
-        self.what = what
-        self.value = map_tensors(live, private)
+        self.what: Any = what
+        self.value: Any = map_tensors(live, private)
 
     def _shown(self, tensor: torch.Tensor) -> Any:
         leaf = self._leaves.get(id(tensor))

@@ -12,7 +12,7 @@ from insitu.run.held import Held, NotStraightError, Shown, global_names, require
 from insitu.run.kinds import is_plain
 from insitu.run.sym import Torch
 
-BUILTINS = {
+BUILTINS: dict[str, Callable[..., Any]] = {
     "range": range, "len": len, "enumerate": enumerate, "zip": zip, "list": list, "tuple": tuple, "dict": dict,
     "reversed": reversed, "int": int, "min": min, "max": max,
 }  # fmt: skip

@@ -89,9 +89,9 @@ class SharedServed(Served):
         self._fixed = fixed
         self._made: Any = None
         self._leaves = {}
-        self.live = snapshot.live
+        self.live: Any = snapshot.live
         self.edited = False
-        self.touched = set()
+        self.touched: set[int] = set()
         self.what = what
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ class StageFollower(Spanning, Told):
     """Does in its forward what the first stage's blocks wait for."""
 
     shadow = StageShadow
-    windowed = frozenset({"insitu_collect", "insitu_operations"})
+    left: Sequence[str] = ()
+    windowed: frozenset[str] = frozenset({"insitu_collect", "insitu_operations"})
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
         super().__init__(root, unembed, safe_ids, link)

@@ -13,6 +13,7 @@ from insitu.block import EngineError, RequestError
 from insitu.run import refusals
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
+from insitu.run.interleaver import RowsOf
 from insitu.run.modules import ModuleTable
 from insitu.run.order import require_to_come
 from insitu.run.parked import Parked, Telling, note_parked
@@ -43,7 +44,8 @@ class StageLeader(Spanning, Telling):
     """After its own part of a step it serves those that follow, each to the end of theirs."""
 
     leaves_ended_out = False  # before later stages know, who would wait for messages
-    windowed = frozenset({"insitu_collect", "insitu_operations"})
+    windowed: frozenset[str] = frozenset({"insitu_collect", "insitu_operations"})
+    rows: RowsOf
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
         super().__init__(root, unembed, safe_ids, link)
@@ -58,9 +60,10 @@ class StageLeader(Spanning, Telling):
     def meet(self, own: Report) -> None:
         """To be called on all stages at once."""
         reports = [own, *(self._link.receive(stage) for stage in range(1, self._link.stages))]
-        self.stages = Stages(reports)
-        self.modules: _Modules = _Modules(self.modules.root, self.stages)
-        self.anatomy = _Anatomy(self.modules, self.stages)
+        self.stages: Stages = Stages(reports)
+        self._table = _Modules(self.modules.root, self.stages)
+        self.modules: ModuleTable = self._table
+        self.anatomy: Anatomy = _Anatomy(self._table, self.stages)
         for stage in range(1, self._link.stages):
             self._link.send(stage, self.stages)
 
@@ -154,7 +157,7 @@ class StageLeader(Spanning, Telling):
             with torch.inference_mode():
                 self._serve_message(stage, message)
             self._active.clear()
-            self.modules.apart = frozenset()  # their memory may be another tensor's next
+            self._table.apart = frozenset()  # their memory may be another tensor's next
             recorded = self._recorded_now()
             self._news.recorded = None if recorded == before else recorded
             self._link.send(stage, self._news)
@@ -172,7 +175,7 @@ class StageLeader(Spanning, Telling):
     def _serve_arrived(self, message: Arrived) -> None:
         live = self._brought(message)
         tensors = list({id(each): each for each in tensors_of(live)}.values())
-        self.modules.apart = frozenset(storage_of(tensors[number]) for number in message.apart)
+        self._table.apart = frozenset(storage_of(tensors[number]) for number in message.apart)
         self.rows = self._rows_in(message.rows, message.total)
         self._active[:] = message.calls
         if message.place == LOGITS:

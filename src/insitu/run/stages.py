@@ -168,7 +168,7 @@ class Stages:
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.reports = reports
-        self.count = len(reports)
+        self.count: int = len(reports)
         self._having: dict[Place, list[int]] = {}
 
     @cached_property

@@ -29,7 +29,7 @@ class Recording:
     standard name lies; ``shortest``: tokens of the shortest prompt; ``length``: steps that requests are certain to
     have. ``ends``: after so many steps they end; ``over``: whether that is so, or they may end before."""
 
-    step = 0
+    step: int = 0
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Recording:
         over: bool = False,
     ) -> None:
         self.owner = owner
-        self.program = Program()
+        self.program: Program = Program()
         self.over = over
         self.ends = ends
         self.length = length

@@ -46,7 +46,7 @@ class Structure:
     def __init__(self, value: Any) -> None:
         _require_constants(value)
         found = tensors_in(value)
-        self.shape = (len(found.floating), len(found.others))
+        self.shape: tuple[int, int] = (len(found.floating), len(found.others))
         numbers = {id(tensor): (True, i) for i, tensor in enumerate(found.floating)}
         numbers |= {id(tensor): (False, i) for i, tensor in enumerate(found.others)}
         self._value = map_tensors(value, lambda tensor: _Slot(*numbers[id(tensor)]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from insitu.run.apart import METHODS
-from insitu.run.held import Held, NotStraightError, bare
+from insitu.run.held import LOOKED_AT, USED, Held, NotStraightError, bare, refusing
 from insitu.run.kinds import ByRows, Constant, is_plain, leaves
 from insitu.run.noted import Ref
 from insitu.tree import Place
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from insitu.run.straight import Recording
 
 
+def _refuse(sym: Sym, *_: Any) -> Any:
+    raise sym._recording.refused()
+
+
+@refusing(_refuse, *LOOKED_AT, *USED)
 class Sym:
     """Stands for a value. ``kind``: ``ByRows``, or a tuple, list or dict of kinds, as a place was seen to hold.
 
@@ -96,13 +101,6 @@ class Sym:
         if not isinstance(self._kind, (tuple, list)):
             raise self._recording.refused()
         return len(self._kind)
-
-    def _refuse(self, *_: Any) -> Any:
-        raise self._recording.refused()
-
-    __bool__ = __contains__ = __float__ = __int__ = __index__ = __call__ = __delitem__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __repr__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
-    __hash__ = object.__hash__
 
     # -- arithmetic -----------------------------------------------------------------------
 

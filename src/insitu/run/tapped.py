@@ -38,6 +38,10 @@ _SPELL = 16
 class TappedInterleaver(Interleaver):
     """Chooses for each step how it runs. ``repeatable``: a forward can be run twice with the same result."""
 
+    tapped: bool
+    one_graph: bool
+    touched: set[int]
+
     def __init__(
         self,
         root: torch.nn.Module,
@@ -56,7 +60,7 @@ class TappedInterleaver(Interleaver):
         self._shown: list[tuple[Place, BlockRun, Served]] = []
         self._pending: list[tuple[Place, BlockRun, Served]] = []
         self._stale: set[BlockRun] = set()
-        self.ahead = Ahead(self.sender.send_rows)
+        self.ahead: Ahead = Ahead(self.sender.send_rows)
         self._promisable: dict[Place, Promisable] = {}
         self._edits: Edits = {}
         self._foreseen: dict[BlockRun, Foreseen] = {}

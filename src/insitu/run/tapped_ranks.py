@@ -74,7 +74,7 @@ class TappedLeader(Leader, TappedInterleaver):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.wholes = Wholes(self._taps.places)
+        self.wholes: Wholes = Wholes(self._taps.places)
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
         self._rewritten = frozenset()
@@ -119,9 +119,12 @@ class TappedLeader(Leader, TappedInterleaver):
 class TappedFollower(Follower):
     """Another rank: does at taps what rank 0 does there."""
 
+    tapped: bool
+    one_graph: bool
+
     def __init__(self, *args: Any, places: Container[Place], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.wholes = Wholes(places)
+        self.wholes: Wholes = Wholes(places)
         self._structures: dict[Place, Structure] = {}
         self._held_by_nobody = layer_outputs(self.anatomy)
         self._compiled = self._eager = self._again = False

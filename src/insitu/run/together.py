@@ -41,7 +41,7 @@ class Together:
         stale: Callable[[], str | None],
         text: Any,
     ) -> None:
-        self.members = members
+        self.members: Members = members
         self.counts: Sequence[int] = ()
         self.failed: BaseException | None = None
         self._program = program

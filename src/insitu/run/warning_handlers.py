@@ -23,7 +23,7 @@ def _function(symbol: str, arguments: list[Any], result: Any) -> Any:
 try:
     present = _function("_ZN3c1012WarningUtils19get_warning_handlerEv", [], ctypes.c_void_p)
     put = _function("_ZN3c1012WarningUtils19set_warning_handlerEPNS_14WarningHandlerE", [ctypes.c_void_p], None)
-    are_kept = True
+    are_kept: bool = True
     """Whether blocks have handlers of their own, and so may wait inside torch's functions."""
 except (OSError, AttributeError):
     are_kept = False

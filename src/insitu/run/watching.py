@@ -25,7 +25,7 @@ class Watching(Alone):
     """Watches the modules of a model, and their operations, and says where the forward is."""
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.modules = ModuleTable(root)
+        self.modules: ModuleTable = ModuleTable(root)
         self.order: VisitOrder = VisitOrder()
         self.calls: Calls = Calls(self.modules, unembed)
         self._watches = Watches(self._visit)

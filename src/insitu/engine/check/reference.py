@@ -81,6 +81,14 @@ class _Seen:
 
 
 def main() -> None:
+    try:
+        _answer()
+    except Exception as error:
+        # The other side shows the last line.
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+
+
+def _answer() -> None:
     _use_all_cores()
     import transformers
 
@@ -239,8 +247,4 @@ def _router(parts: Mapping[str, Any], seen: _Seen, path: str) -> torch.Tensor | 
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception as error:
-        # The other side shows the last line.
-        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+    main()

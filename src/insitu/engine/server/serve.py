@@ -48,7 +48,7 @@ class Routes:
     """An endpoint plugin of vLLM's: adds the routes to an app, and gives them its engine."""
 
     name = "insitu"
-    required_tasks = ("generate",)
+    required_tasks: tuple[str, ...] = ("generate",)
     _metrics: EngineMetrics | None = None
     _watching: asyncio.Task[None] | None = None
 

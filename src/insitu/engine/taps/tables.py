@@ -29,7 +29,7 @@ class Vectors:
     """The vectors that tables add, shared by all places of one width. Each tensor is copied in once."""
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
-        self.memory = torch.zeros(count, width, device=device, dtype=torch.float32)
+        self.memory: torch.Tensor = torch.zeros(count, width, device=device, dtype=torch.float32)
         self._slots: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self._free = list(range(count))
 
@@ -68,6 +68,8 @@ class Table:
         device = vectors.memory.device
         self.vectors = vectors
         self._empty = np.full((rows, PARTS + 1), -1, np.int32), np.tile(np.array([1, 1, 0], np.float32), (rows, PARTS))
+        self.slots: torch.Tensor
+        self.factors: torch.Tensor
         self.slots, self.factors = (torch.from_numpy(each.copy()).to(device) for each in self._empty)
         self._now: list[tuple[Any, ...]] = []
 

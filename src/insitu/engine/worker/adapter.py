@@ -23,7 +23,7 @@ from insitu.engine.worker.host import Host, New
 from insitu.engine.worker.kernels import EagerKernels
 from insitu.engine.worker.logprobs import rescored
 from insitu.engine.worker.ranks import interleaver_of
-from insitu.run import Rows
+from insitu.run import Interleaver, Rows
 from insitu.run.parallel import Follower
 from insitu.run.stage_follower import StageFollower
 from insitu.run.stage_leader import StageLeader
@@ -44,16 +44,19 @@ class Adapter:
         model = runner.get_model()
         self._compute_logits: Callable[..., Any] = model.compute_logits
         safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
-        self.interleaver = interleaver_of(runner, model, self._compute_logits, safe_ids)
-        self.host = FollowingHost(one) if isinstance(one := self.interleaver, (Follower, StageFollower)) else Host(one)
-        self.loras = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
+        self.interleaver: Interleaver = interleaver_of(runner, model, self._compute_logits, safe_ids)
+        one = self.interleaver
+        self.host: Host | FollowingHost = (
+            FollowingHost(one) if isinstance(one, (Follower, StageFollower)) else Host(one)
+        )
+        self.loras: Loras | None = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
         self.interleaver.calls.beside = self._as_in_forward
         self._kernels = EagerKernels(model)
         self.runs: dict[str, list[Any]] = {}
-        self.traced = False
+        self.traced: bool = False
         """Whether blocks go on beside requests of this step, one each (``runs``) or one for many."""
-        self.waits_in_forward = False
-        self.tapped = False
+        self.waits_in_forward: bool = False
+        self.tapped: bool = False
         self._expects_logits = False
         self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Settled, dict[Any, Rows]]] = {}
         self.scored: torch.Tensor | None = None

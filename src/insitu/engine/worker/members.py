@@ -21,7 +21,7 @@ class Cohort:
         self.lost = lost
         self.members: dict[str, Member] = {}
         self._interleaver = interleaver
-        self.leader = BlockRun(together, interleaver)
+        self.leader: BlockRun = BlockRun(together, interleaver)
         self.leader.owner = owner
         self.leader.rows = _MANY
         self.leader.many = together
@@ -109,10 +109,10 @@ class Member:
     __slots__ = ("__weakref__", "_error", "about", "beside", "cohort", "number", "request")
 
     def __init__(self, cohort: Cohort, about: Any) -> None:
-        self.cohort = cohort
-        self.about = about
+        self.cohort: Cohort = cohort
+        self.about: Any = about
         self.request: str = about.request
-        self.number = len(cohort.members)
+        self.number: int = len(cohort.members)
         self.beside: list[Any] = []
         self._error: BaseException | None = None
         cohort.join(self)

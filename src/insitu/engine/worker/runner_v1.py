@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -20,13 +20,15 @@ class V1Adapter(Adapter):
     """V1 settles the order of its batch inside ``execute_model``, so rows are read no earlier than in
     ``_model_forward``."""
 
-    METHODS = (
+    METHODS: ClassVar[tuple[str, ...]] = (
         "execute_model",
         "_determine_batch_execution_and_padding",
         "_model_forward",
         "_sample",
         "sample_tokens",
     )
+
+    scored: torch.Tensor | None
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)

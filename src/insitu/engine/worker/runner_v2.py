@@ -9,8 +9,9 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from vllm.forward_context import set_forward_context
 
 from insitu.engine.taps.install import without_one_graph
@@ -31,7 +32,9 @@ class V2Adapter(Adapter):
     wrapped in its module, once, and ask whether the step at hand is an eager one.
     """
 
-    METHODS = ("execute_model", "prepare_inputs", "sample", "sample_tokens")
+    METHODS: ClassVar[tuple[str, ...]] = ("execute_model", "prepare_inputs", "sample", "sample_tokens")
+
+    scored: torch.Tensor | None
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
