@@ -3,7 +3,7 @@
 A fenced block marked `python` is run, in one namespace for the page; the block marked `text` right after
 it is what it prints. A block whose text begins with `Traceback` has to fail, and the traceback is what it
 prints. A block marked `sh` that begins with `curl` is run too, by a shell. `<!-- not run: reason -->` on the line
-before a block leaves it out.
+before a block leaves it out, `<!-- run with: library -->` where that is not installed (the extra `peers`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import subprocess
 import tempfile
 import traceback
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(
-    r"(?P<skip><!-- not run:[^\n]*-->\n)?"
+    r"(?P<skip><!-- not run:[^\n]*-->\n)?(?:<!-- run with: (?P<library>\w+) -->\n)?"
     r"^```(?P<language>python|sh(?=\ncurl))\n(?P<code>.*?)^```\n"
     r"(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
@@ -45,11 +46,17 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """The blocks of a page that are run."""
-    found = [match for match in FENCE.finditer(page.read_text("utf-8")) if not match["skip"]]
+    written = FENCE.finditer(page.read_text("utf-8"))
+    found = [match for match in written if not match["skip"] and (not match["library"] or find_spec(match["library"]))]
     return [
         Block(number, match["code"], match["output"], match.span("output"), match["language"])
         for number, match in enumerate(found, 1)
     ]
+
+
+def libraries(page: Path) -> set[str]:
+    """Those of others whose code the page has, to be run where they are installed."""
+    return {match["library"] for match in FENCE.finditer(page.read_text("utf-8")) if match["library"]}
 
 
 def rewritten(page: Path, outputs: list[str]) -> str:

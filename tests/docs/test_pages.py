@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_page_prints_what_it_shows(page: Path, running: dict[Path, Future[list[s
     shown = [block.output or "" for block in pages.blocks(page)]
     assert outputs == shown, "`make docs-output` writes down what the code prints"
     assert str(pages.ROOT) not in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("page", "library"), [(page, library) for page in pages.PAGES for library in sorted(pages.libraries(page))]
+)
+def test_code_of_other_libraries_is_run_too(page: Path, library: str) -> None:
+    if not find_spec(library):
+        pytest.skip(f"{library} is not installed: `pip install -e .[peers]` adds it")
+    assert any(library in block.code for block in pages.blocks(page))
 
 
 def test_pages_with_code_are_found() -> None:
