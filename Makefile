@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml tools/setup_venv.py
 demo: setup  ## a walkthrough with a small real model on the CPU
 	@$(BIN)/python -m insitu.walkthrough
 
-test: setup lint  ## everything that needs no GPU (JOBS=2: two processes, of up to 8 GB each)
+test: setup lint  ## everything that needs no GPU (JOBS=2: two processes, of up to 8 GB each, engines included)
 	@$(PYTEST) -m "not gpu" $(SIDE_BY_SIDE)
 	@$(MAKE) --no-print-directory test-ranks
 
