@@ -1,7 +1,8 @@
 """How many calls of Python's and of C's functions a traced request makes, beside plain vLLM.
 
-`python -m benchmarks.calls`. Counts are the same on a busy machine as on a quiet one, so that a regression
-shows which no clock would.
+`python -m benchmarks.calls`, and `python -m benchmarks.calls taps` for an engine with a tap that works as in a graph:
+each step's work there, of blocks run together and each alone. Counts are the same on a busy machine as on a quiet
+one, so that a regression shows which no clock would.
 """
 
 from __future__ import annotations
@@ -115,6 +116,41 @@ def measured(model: Any, count: int) -> dict[str, Counter[str]]:
     return found
 
 
+def tapped() -> None:
+    """Calls in each step, by how many more a request makes with 16 steps than with one."""
+    from tests import models
+    from tests.engine.taps import recorded
+    from tests.engine.test_cohorts import host_of
+
+    table = Table("requests", "work", "calls a request and step", "more than plain vLLM", "of them insitu's own")
+    settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 256, "taps": ["resid_post[1]"]}
+    with insitu.VLLM(models.tiny("llama"), dispatch=True, **settings) as model, recorded(model):
+        for count in (16, 256):
+            plain = 0.0
+            for name, run in cases(model).items():
+                if "16 steps" not in name:
+                    continue
+                for together in (True, False) if "plain" not in name else (True,):
+                    host_of(model).together = together
+                    each, own = a_step(run, count)
+                    plain = plain or each
+                    what = "" if "plain" in name else ", together" if together else ", each alone"
+                    table.add_row(str(count), name + what, f"{each:.1f}", f"{each - plain:+.1f}", f"{own:.1f}")
+        print(model.stats())
+    Console().print(table)
+
+
+def a_step(run: Callable[[int], object], count: int) -> tuple[float, float]:
+    """Calls a request and step after the first, and insitu's own of them."""
+    steps, found = STEPS["max_tokens"], list[Counter[str]]()
+    for STEPS["max_tokens"] in (1, steps):
+        run(count), run(count)
+        found.append(calls_of(lambda: run(count)))
+    begun, whole = found
+    more = whole.total() - begun.total(), whole.total() - whole[""] - begun.total() + begun[""]
+    return more[0] / count / (steps - 1), more[1] / count / (steps - 1)
+
+
 def main() -> None:
     from tests import models
 
@@ -136,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tapped() if sys.argv[1:2] == ["taps"] else main()

@@ -2,7 +2,8 @@
 
 A model of Llama-8B's shape with random weights, 256 prompts of 128 tokens, 128 generated; what blocks save is handed
 to the host. Each case by turns with plain vLLM, whose engine runs in a process of its own, as it does by default.
-`VLLM_USE_V2_MODEL_RUNNER=0` takes vLLM's V1 model runner.
+`VLLM_USE_V2_MODEL_RUNNER=0` takes vLLM's V1 model runner. `--cohorts` has each case twice, by turns: with a run of the
+block for each request, and with one for all.
 
 `python -m benchmarks.gpu sweep` has the rows of `python -m benchmarks` instead: 1024 prompts of which a block reads or
 edits the prefill, beside plain vLLM, transformers with hooks and other libraries.
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,11 @@ class Case(NamedTuple):
     taps: tuple[str, ...]
     target: float
     run: Callable[[Any, Batch], Any]
+
+
+def as_chosen(run: Callable[[Any, Batch], Any], together: bool, model: Any, prompts: Batch) -> Any:
+    model.vllm_entrypoint.collective_rpc(lambda worker: setattr(worker.insitu_host, "together", together))
+    return run(model, prompts)
 
 
 def untraced(model: Any, prompts: Batch) -> Any:
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of each case; the median counts (default: 5)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that each engine runs on (default: 1)")
     parser.add_argument("--cases", default="", help="only those whose names hold one of these, by `;`")
+    parser.add_argument("--cohorts", action="store_true", help="each case with blocks run alone and run together")
     parser.add_argument("--json", default="", help="a file for the figures")
     parser.add_argument("--profile", action="store_true", help="where Python's time goes, one more round of each")
     chosen = parser.parse_args()
@@ -157,6 +165,12 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for taps in dict.fromkeys(case.taps for case in cases.values()):
         own = {name: case for name, case in cases.items() if case.taps == taps}
+        if chosen.cohorts:
+            own = {
+                f"{name}; blocks {how}": case._replace(run=partial(as_chosen, case.run, how == "together"))
+                for name, case in own.items()
+                for how in ("alone", "together")
+            }
         figures |= measure(plain, folder, taps, own, prompts, chosen.rounds, chosen.profile)
         print(table(figures), flush=True)
     if chosen.json:

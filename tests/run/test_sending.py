@@ -76,3 +76,32 @@ def test_what_nobody_holds_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         del rows
     assert None not in one.find(kept)
     assert len(one._pages) < 30
+
+
+@pytest.mark.parametrize("width", [4, 2**17], ids=["small rows", "large ones"])
+@pytest.mark.parametrize("counts", [None, [2, 1, 3]], ids=["one each", "several each"])
+def test_rows_of_many_are_taken_apart(width: int, counts: list[int] | None) -> None:
+    packed = torch.randn(3 if counts is None else 6, width)
+    one = sender()
+    parcel = one.send_packed(packed, counts)
+    assert parcel is not None
+    wanted = [each.clone() for each in (packed.unbind() if counts is None else packed.split(counts))]
+    packed.zero_()
+    one.work(lambda: True)
+    found = parcel.take_apart()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in found)
+    assert found is parcel.take_apart()
+    assert not one._parcels
+
+
+def test_what_is_on_the_host_is_not_sent() -> None:
+    one = Sender(is_far=lambda tensor: False)
+    assert one.send_packed(torch.zeros(3, 2), None) is None
+    one = sender()
+    parcel = one.send_packed(torch.zeros(3, 2), None)
+    assert one._pinned == 24
+    del parcel
+    assert one._pinned == 0
+    one.work(lambda: True)
+    assert not one._parcels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -40,6 +41,17 @@ class Program:
     lost: Sequence[Any] = ()
     refused: bool = False
     error: Exception | None = None
+
+    @cached_property
+    def comes_home(self) -> Mapping[int, int]:
+        """Which values are left in the end, and the number of the last step that changes them, or -1."""
+        changed = {
+            ref.number: at
+            for at, step in enumerate(self.steps)
+            if step.what == "edit"
+            for ref in refs_in(step.args[:2])
+        }
+        return {ref.number: changed.get(ref.number, -1) for ref in refs_in((dict(self.saves), self.returned))}
 
     def begins_like(self, other: Program, length: int) -> bool:
         """Whether the first steps are the same, as far as numbers tell."""

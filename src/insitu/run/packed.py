@@ -12,6 +12,7 @@ from insitu.block import EngineError
 from insitu.run.indices import index_on
 from insitu.run.kinds import Constant
 from insitu.run.noted import mapped
+from insitu.run.parcels import apart
 
 Members = tuple[int, ...]
 """Requests by number, in the order of their rows."""
@@ -32,8 +33,7 @@ class Packed:
         self.counts = counts
 
     def apart(self) -> list[Any]:
-        copies: Any = torch.unbind_copy if self.counts is None else torch.split_with_sizes_copy
-        return list(copies(self.tensor) if self.counts is None else copies(self.tensor, list(self.counts)))
+        return apart(self.tensor, self.counts)
 
     def each_apart(self, function: Callable[[torch.Tensor], torch.Tensor], each: bool) -> Packed:
         """What it gives of each request's rows by themselves; ``each``: one value, without an axis for rows."""

@@ -13,6 +13,7 @@ import torch
 
 from insitu.run.home import FEW, SMALL, tensors_within
 from insitu.run.memory import require_memory
+from insitu.run.parcels import Parcel
 
 _MOST_PINNED = 2**32
 _MOST_HELD = 2**28
@@ -69,6 +70,7 @@ class Sender:
         self._known: dict[int, tuple[Sent, int]] = {}
         self._pages: list[Sent] = []
         self._together: deque[Sent] = deque()
+        self._parcels: deque[weakref.ref[Parcel]] = deque()
         self._held = self._swept = 0
         self._pinned = 0
         self._stream: torch.cuda.Stream | None = None
@@ -101,10 +103,36 @@ class Sender:
             hosts, arrived = self._copied([memory])
             self._together.append(self._note(Sent(rows, hosts[0], arrived)))
 
+    def send_packed(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> Parcel | None:
+        """Sends rows of many requests, ``counts`` of each (None: one for each, without an axis for it). None for what
+        is on the host, or has no room there in pinned memory."""
+        if not self._is_far(tensor) or self._pinned + tensor.nbytes > _MOST_PINNED:
+            return None
+        require_memory(tensor, _WHAT)
+        is_apart = tensor.nbytes > SMALL * (tensor.shape[0] if counts is None else len(counts))
+        rows = [tensor]
+        if is_apart:
+            rows = list(tensor.unbind() if counts is None else tensor.split(list(counts)))
+        hosts, arrived = self._copied(rows)
+        for host in hosts:
+            self._pinned += host.nbytes
+            weakref.finalize(host, self._unpinned, host.nbytes)
+        parcel = Parcel(hosts, counts, is_apart, arrived)
+        if not is_apart:
+            self._parcels.append(weakref.ref(parcel))
+        return parcel
+
     def work(self, is_time: Callable[[], bool]) -> None:
         """While ``is_time``: gives memory of its own to what has arrived."""
         while self._together and self._together[0].has_arrived and is_time():
             self._together.popleft().take_apart()
+        while self._parcels:
+            parcel = self._parcels[0]()
+            if parcel is not None and not (parcel.has_arrived and is_time()):
+                return
+            self._parcels.popleft()
+            if parcel is not None:
+                parcel.take_apart()
 
     def _send_large(self, tensors: list[torch.Tensor]) -> None:
         totals = list(accumulate((each.nbytes for each in tensors), initial=self._pinned))[1:]
@@ -161,6 +189,7 @@ class Sender:
         self._known.clear()
         self._pages.clear()
         self._together.clear()
+        self._parcels.clear()
         self._held = self._swept = 0
 
     def _copied(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:

@@ -18,6 +18,7 @@ from insitu.run.apart import applied
 from insitu.run.foreseen import Foreseen, Known, Look
 from insitu.run.noted import OPERATIONS, Noted, Program, Ref, mapped, refs_in
 from insitu.run.packed import Members, Packed, bare_tensors, changed, narrowed, packed
+from insitu.run.shares import Shares
 from insitu.tree import LOGITS, SAMPLES, current
 
 Again = Callable[[int], Program | None]
@@ -40,6 +41,7 @@ class Together:
         again: Again,
         stale: Callable[[], str | None],
         text: Any,
+        shares: Shares,
     ) -> None:
         self.members: Members = members
         self.counts: Sequence[int] = ()
@@ -49,13 +51,11 @@ class Together:
         self._again = again
         self._stale = stale
         self._text = text
+        self.shares = shares
+        """What it leaves."""
         self._known: dict[int, Any] = {}
         self._number = 0
         self._step: Noted | None = None
-        self._saves: dict[str, Any] = {}
-        self._returned: Any = None
-        self._parts: list[list[Any]] = []
-        self._at: dict[int, int] = {}
         self._foreseen: Foreseen | None = None
         self._constants: dict[Any, Packed] = {}
 
@@ -64,7 +64,8 @@ class Together:
 
     def parted(self, members: Members) -> Together:
         """These members by themselves, to go on where all are; the others stay."""
-        other = Together(self._program, members, self._values, self._again, self._stale, self._text)
+        shares = self.shares.parted()
+        other = Together(self._program, members, self._values, self._again, self._stale, self._text, shares)
         own: dict[int, Packed] = {}
 
         def of(each: Packed) -> Packed:  # what is one here is one there; the tensors stay theirs
@@ -89,16 +90,13 @@ class Together:
                 program = self._ended_early(program)
             elif step.result is not None:
                 self._known[step.result.number] = value
+                self.shares.note(step.result.number)
             self._number += 1
         self._step = None
         if program.error is not None:
             raise program.error
-        parts: dict[int, list[Any]] = {}
-        self._at = {member: number for number, member in enumerate(self.members)}
-        self._saves = {name: self._home(value, parts) for name, value in program.saves.items()}
-        self._returned = self._home(program.returned, parts)
+        self.shares.leave(program, self._value, self.members)
         self._known.clear()
-        self._parts = list(parts.values())
 
     def _ended_early(self, program: Program) -> Program:
         """The requests are over before they had to be, or go on where they can't."""
@@ -162,11 +160,13 @@ class Together:
         session: Any = current.get()
         match step.what, step.args:
             case "go_to", (number, _):
+                self.shares.send(self._program, self._number, self._known)
                 began = session.go_to(number)
                 if began and (changed_since := self._stale()) is not None:
                     raise EngineError(changed_since)
                 return began
             case "move_on", ():
+                self.shares.send(self._program, self._number, self._known)
                 session.move_on()
             case "read", (place,):
                 value = session.read(place)
@@ -231,31 +231,6 @@ class Together:
 
     # -- what comes home ------------------------------------------------------------------
 
-    def _home(self, value: Any, parts: dict[int, list[Any]]) -> Any:
-        """The value with each tensor in it taken apart."""
-
-        def apart(each: Packed) -> _Each:
-            if id(each.tensor) not in parts:
-                parts[id(each.tensor)] = each.like(each.tensor.cpu()).apart()
-            return _Each(parts[id(each.tensor)])
-
-        return mapped(value, Ref, lambda ref: mapped(self._of(ref), Packed, apart))
-
-    def saves(self, member: int) -> dict[str, Any]:
-        """What the request has saved."""
-        return {name: self._picked(value, member) for name, value in self._saves.items()}
-
-    def returned(self, member: int) -> Any:
-        return self._picked(self._returned, member)
-
-    def _picked(self, value: Any, member: int) -> Any:
-        return mapped(value, _Each, lambda each: each.tensors[self._at[member]])
-
-    def release(self, member: int) -> None:
-        """What the request has left is taken: nothing holds it here."""
-        for each in self._parts:
-            each[self._at[member]] = None
-
     def error_like(self, error: BaseException, member: int) -> BaseException:
         """The error on the user's line, once more for one of the requests."""
         try:
@@ -270,15 +245,6 @@ class Together:
             return own.with_traceback(error.__traceback__)
         code, line = self._step.line
         return raised_at(own, code, line)
-
-
-class _Each:
-    """One tensor for each request."""
-
-    __slots__ = ("tensors",)
-
-    def __init__(self, tensors: list[Any]) -> None:
-        self.tensors = tensors
 
 
 def raised_at(error: BaseException, code: CodeType, line: int) -> BaseException:

@@ -18,6 +18,7 @@ from insitu.run import Interleaver
 from insitu.run.held import Held, NotStraightError, Shown, require_known
 from insitu.run.kinds import is_plain
 from insitu.run.noted import Program, mapped
+from insitu.run.shares import Shares
 from insitu.run.shown import BUILTINS, Outside, shown, with_values
 from insitu.run.straight import Recording
 from insitu.run.sym import Sym, can_come_home, captured, ref_of
@@ -68,7 +69,8 @@ def cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Call
     everybody = tuple(range(len(group)))
     stale = writing.stale if takes_steps else _never
     text = first.execution().text()
-    together = Together(program, everybody, writing.own, writing.ended_after, stale, text)
+    shares = Shares(interleaver.sender)
+    together = Together(program, everybody, writing.own, writing.ended_after, stale, text, shares)
     return Cohort(together, interleaver, first.owner, program.lost)
 
 
@@ -85,6 +87,7 @@ class _Writing:
         self._others = others
         self._after: dict[int, Program | None] = {}
         self._seen: list[tuple[Any, Any]] = []
+        self._versions: list[tuple[list[torch.Tensor], list[int]]] = []
 
     def ended_after(self, steps: int) -> Program | None:
         if steps not in self._after:
@@ -155,14 +158,15 @@ class _Writing:
             self._show(value)
             sym = captured(recording, value)
             mine = self.own[ref_of(sym).number] = [one.job.values[name] for one in self._group]
-            self._seen += [(each, _state(each)) for each in mine]
+            self._versions.append((mine, [each._version for each in mine]))
             recording.keep(sym)
             return sym
         return self._show(value)
 
     def stale(self) -> str | None:
         """What is to be told if a value of the caller's is not what it was."""
-        if all(_state(value) == state for value, state in self._seen):
+        same = all(_state(value) == state for value, state in self._seen)
+        if same and all([each._version for each in own] == versions for own, versions in self._versions):
             return None
         return (
             "a tensor, list or name that the block was given has changed since it began, and the block had been read "
@@ -219,6 +223,8 @@ def _key(job: Job) -> Any:
 
 
 def _sign(value: Any) -> Any:
+    if isinstance(value, Tracer):
+        return Tracer  # of which a block sees the steps alone
     if type(value) is torch.Tensor:
         with suppress(Exception):
             return "tensor", value.shape, value.dtype, value.device, value.layout, value.requires_grad

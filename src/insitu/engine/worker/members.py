@@ -133,7 +133,7 @@ class Member:
 
     @property
     def returned(self) -> Any:
-        return self.cohort.together.returned(self.number)
+        return self.cohort.together.shares.returned(self.number)
 
     def refuse(self, error: BaseException) -> None:
         if self.error is None:
@@ -150,10 +150,10 @@ class Member:
         self.let_go()
 
     def let_go(self) -> None:
-        self.cohort.together.release(self.number)
+        self.cohort.together.shares.release(self.number)
 
     def saved(self) -> dict[str, Any]:
-        return {} if self._error is not None else self.cohort.together.saves(self.number)
+        return {} if self._error is not None else self.cohort.together.shares.saves(self.number)
 
     def outcome(self) -> Outcome:
         error = self.error

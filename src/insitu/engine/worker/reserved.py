@@ -30,6 +30,9 @@ class Reserved:
     def __contains__(self, request: Request) -> bool:
         return request.request_id in self._needs
 
+    def has_all(self, requests: Iterable[Request]) -> bool:
+        return not [request for request in requests if request.request_id not in self._needs]
+
     def add(self, request: Request) -> None:
         """Notes a request if it has blocks that can't be run twice."""
         if is_whole(request.sampling_params):

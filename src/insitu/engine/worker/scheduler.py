@@ -57,7 +57,8 @@ class TracedScheduler(Scheduler):
 
     def _put_victims_last(self) -> None:
         """vLLM preempts the last of the running requests, or those of the largest priority value."""
-        self.running.sort(key=lambda request: request not in self._reserved)
+        if not self._reserved.has_all(self.running):
+            self.running.sort(key=lambda request: request not in self._reserved)
         if self.policy == SchedulingPolicy.PRIORITY:
             for request in self.running:
                 if request in self._reserved:
@@ -70,6 +71,8 @@ class TracedScheduler(Scheduler):
         Never 0 while nothing runs: a traced prompt larger than a whole step is split, and its block
         told. One that is resumed may be split, since its block sees no more of it.
         """
+        if next(self._waiting_in_order(), None) is None:
+            return limit
         budget = self.max_num_scheduled_tokens - sum(map(_tokens_left, self.running))
         reserved, loras = sum(map(self._reserved.need, self.running)), set(map(_lora, self.running)) - {0}
         count = 0

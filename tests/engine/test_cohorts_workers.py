@@ -1,0 +1,54 @@
+"""Blocks that run once for many requests in a worker process: they come there by messages, a copy for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from insitu import VLLM
+from tests.engine.helpers import own_engine
+from tests.engine.taps import assert_same
+from tests.engine.test_cohorts import PROMPTS, counted
+
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
+
+GREEDY = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+OWN = torch.randn(len(PROMPTS), 128, generator=torch.Generator().manual_seed(5))
+SHARED = torch.randn(128, generator=torch.Generator().manual_seed(6))
+
+
+@pytest.fixture(scope="module")
+def worker(engines: Any) -> Iterator[Any]:
+    with own_engine(engines, "llama", engine="workers") as model:
+        yield model
+
+
+def read(model: VLLM) -> Any:
+    return model.run(lambda tracer: [model.resid_post[1][-1] for _ in tracer.iter[:]], PROMPTS, **GREEDY)
+
+
+def add_a_shared_vector(model: VLLM) -> Any:
+    return model.run(lambda tracer: model.resid_post[1] + SHARED, PROMPTS, **GREEDY)
+
+
+def add_a_vector_each(model: VLLM) -> Any:
+    with model.trace(**GREEDY) as tracer:
+        for prompt, vector in zip(PROMPTS, OWN, strict=True):
+            with tracer.invoke(prompt):
+                seen = [].save()
+                for _ in tracer.iter[:]:
+                    model.resid_post[1] += vector
+                    seen.append(model.logits[0])
+    return seen
+
+
+@pytest.mark.parametrize("work", [read, add_a_shared_vector, add_a_vector_each])
+def test_each_request_gets_its_own(worker: VLLM, llama: VLLM, work: Any) -> None:
+    work(worker)  # what places are like is learnt
+    with counted(worker) as counts:
+        found = work(worker)
+    assert counts == [len(PROMPTS), 0]
+    assert_same(found, work(llama), work.__name__)
