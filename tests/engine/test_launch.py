@@ -43,7 +43,16 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         ),
         ({"zzz": 1}, r"`zzz` is not an engine argument of vLLM [\d.]+$"),
         ({"worker_extension_cls": "a.B"}, r"`worker_extension_cls` is set by insitu itself"),
-        ({"data_parallel_size": 2}, r"`data_parallel_size`: this version runs one copy of a model"),
+        ({"data_parallel_size": 2}, r"`data_parallel_size`: .*: add mode='async', or use `insitu serve`"),
+        ({"data_parallel_rank": 0}, r"`data_parallel_rank`: .*: give data_parallel_size=N alone"),
+        (
+            {"mode": "async", "data_parallel_size": 2, "data_parallel_backend": "ray"},
+            r"`data_parallel_backend`: .*: give data_parallel_size=N alone, or start a server for each copy",
+        ),
+        (
+            {"mode": "async", "data_parallel_size": 4, "data_parallel_size_local": 2},
+            r"`data_parallel_size_local`: .*: give data_parallel_size=N alone",
+        ),
         (
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
             r"`pipeline_parallel_size`: this version has no `tensor_parallel_size` beside it",

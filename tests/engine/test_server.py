@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -271,6 +272,22 @@ def test_an_address_for_others_needs_a_key(host: str, capsys: pytest.CaptureFixt
 
     assert main(["serve", "x", "--host", host]) == 2
     assert "Give --api-key KEY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--api-server-count", "2"], "--api-server-count 2: .* give --api-server-count 1"),
+        (["--headless"], "`headless`: .* behind one front"),
+        (["--data-parallel-size", "2", "--data-parallel-rank", "1"], "`data_parallel_rank`: .* behind one front"),
+        (["--data-parallel-size", "4", "--data-parallel-hybrid-lb"], "`data_parallel_hybrid_lb`: .* behind one front"),
+    ],
+)
+def test_several_fronts_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from insitu.cli import main
+
+    assert main(["serve", models.tiny("llama"), *arguments]) == 2
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_killed_engine_is_an_error_and_an_unhealthy_server() -> None:

@@ -187,6 +187,40 @@ def test_an_error_in_a_block_is_its_own(engines: tuple[Any, Any]) -> None:
     compare(engines, ranks.standard_names, "after errors")
 
 
+def test_an_installed_edit_runs_beside_plain_requests(engines: tuple[Any, Any]) -> None:
+    found = []
+    for model in engines:
+        with model.edit() as (tracer, edit):
+            for _ in tracer.iter[:]:
+                model.resid_post[1][:] *= 0.5
+                seen = model.resid_post[3].save()
+        outputs = model.generate(PROMPTS, **SETTINGS)
+        found.append([output.saves["seen"] for output in outputs])
+        edit.clear()
+        assert model.edits() == []
+    print(f"installed: {largest_difference(*found, 'an installed edit', bound_of(engines)):.1e}")
+
+
+def test_a_later_stage_takes_from_an_earlier_one_and_not_the_reverse(engines: tuple[Any, Any], kind: str) -> None:
+    def later(model: Any, tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            model.resid_post[3] += 0.1 * model.resid_post[0]
+            seen.append(model.logits)
+        return seen
+
+    compare(engines, later, f"{kind}, an edit of the last layer by the first")
+    model = engines[0]
+
+    def reverse(tracer: Any) -> None:
+        value = model.resid_post[3]
+        model.resid_post[0] += value
+
+    with pytest.raises(insitu.OutOfOrderError, match="has gone by"):
+        model.run(reverse, PROMPTS[0], **SETTINGS)
+    compare(engines, ranks.standard_names, "after a refusal")
+
+
 def test_requests_that_are_aborted(engines: tuple[Any, Any]) -> None:
     model = engines[0]
     engine = model.vllm_entrypoint.llm_engine

@@ -45,6 +45,8 @@ class Shipment:
     jobs: list[Job]
     shared: list[Any] = field(default_factory=list)
     number: int = 0
+    copy: int = 0
+    """Which of several copies of the model has it."""
 
 
 class Channel(Protocol):
@@ -240,14 +242,24 @@ class Wired(Messages):
 class AsyncWired(Messages):
     """The same, awaited. Messages arrive in the order in which they were sent."""
 
-    def __init__(self, llm: Any, side: ClientSide, enter: Callable[[], None]) -> None:
-        """``enter`` raises where the engine can't be called from."""
+    copies: int = 1
+
+    def __init__(self, llm: Any, side: ClientSide, enter: Callable[[], None], core: bytes | None = None) -> None:
+        """``enter`` raises where the engine can't be called from. ``core``: which engine core, if there are several."""
         super().__init__(side)
         self._llm = llm
         self._enter = enter
+        self._core = core
 
     async def open(self) -> None:
-        await self._llm.collective_rpc("insitu_open")
+        await self._rpc("insitu_open")
+
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        if self._core is None:
+            return await self._llm.collective_rpc(method, args=args)
+        # The public call goes to all cores, and gives the answer of the first.
+        call: Any = self._llm.engine_core._call_utility_async
+        return await call("collective_rpc", method, None, args, None, engine=self._core)
 
     async def call(self, method: str, *args: Any, jobs: Sequence[str] = ()) -> Any:
         self._enter()
@@ -255,7 +267,7 @@ class AsyncWired(Messages):
 
     async def _sent(self, message: bytes) -> Any:
         # vLLM never answers what it was asked when its engine died. If whoever asks is cancelled, it is asked still.
-        asked = asyncio.ensure_future(self._llm.collective_rpc("insitu_call", args=(message,)))
+        asked = asyncio.ensure_future(self._rpc("insitu_call", message))
         asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         while not (await asyncio.wait([asked], timeout=1))[0]:
             if self._llm.engine_core.resources.engine_dead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -36,18 +36,24 @@ class Loras:
         if current_platform.is_cpu():
             _leave_base_rows_alone()
 
-    def fit(self, request: Any) -> Fit:
-        """Reads an adapter and tells which of its modules the model has; nothing stays loaded.
-
-        vLLM itself reads it inside a step, where an error ends the engine, and passes over in silence what
-        the model has not. Its own errors on an adapter (no such folder, too high a rank) pass through.
-        """
+    def known(self) -> set[str]:
+        """The names by which an adapter's file may call the modules of this worker."""
         adapters = self._manager._adapter_manager
         known: set[str] = set()
         for name in adapters.modules:
             known.update((name, f"{name}.base_layer", *adapters.packed_modules.get(name, ())))
         if adapters.is_pooling_model:
             known |= {name.removeprefix("model.") for name in known}
+        return known
+
+    def fit(self, request: Any, elsewhere: Collection[str] = ()) -> Fit:
+        """Reads an adapter and tells which of its modules the model has; nothing stays loaded. ``elsewhere``: what
+        other stages of a pipeline know.
+
+        vLLM itself reads it inside a step, where an error ends the engine, and passes over in silence what
+        the model has not. Its own errors on an adapter (no such folder, too high a rank) pass through.
+        """
+        known = self.known().union(elsewhere)
         names = list(self._manager._load_adapter(request).loras)
         missing = tuple(name for name in names if name not in known)
         near = get_close_matches(missing[0], sorted(known), n=1, cutoff=0) if missing else ()

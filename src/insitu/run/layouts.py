@@ -130,6 +130,10 @@ class Layouts:
             return self._decided(tensor, [own.returns])
         if own is not None and own.summed and is_output:
             return self._decided(tensor, [Summed()])
+        inside = self.parallel.get(place.path) if place.op else None
+        if inside is not None and inside.closes is not None:  # where there are summands, of the stream's width
+            is_cut = width_of(tensor) != self._width and inside.closes.fits(tensor)
+            return self._by_comparing(place, tensor, [inside.closes] if is_cut else [])
         around = self._around(place.path)
         if around is None and not place.op:
             return self._outside(place, tensor)

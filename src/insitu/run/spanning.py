@@ -17,6 +17,8 @@ class Spanning(Interleaver):
     stages hand on."""
 
     stages: Stages
+    adaptable: Callable[[], set[str]] = set
+    """The modules of this stage for which there may be adapters."""
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
         super().__init__(root, unembed, safe_ids)

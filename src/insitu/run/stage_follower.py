@@ -50,7 +50,7 @@ class StageFollower(Spanning, Told):
 
     shadow = StageShadow
     left: Sequence[str] = ()
-    windowed: frozenset[str] = frozenset({"insitu_collect", "insitu_operations"})
+    windowed: frozenset[str] = frozenset({"insitu_collect", "insitu_operations", "insitu_fit"})
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
         super().__init__(root, unembed, safe_ids, link)

@@ -44,7 +44,7 @@ class StageLeader(Spanning, Telling):
     """After its own part of a step it serves those that follow, each to the end of theirs."""
 
     leaves_ended_out = False  # before later stages know, who would wait for messages
-    windowed: frozenset[str] = frozenset({"insitu_collect", "insitu_operations"})
+    windowed: frozenset[str] = frozenset({"insitu_collect", "insitu_operations", "insitu_fit"})
     rows: RowsOf
 
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
@@ -273,6 +273,10 @@ class StageLeader(Spanning, Telling):
 
     def unembed(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._ask(self._link.stages - 1, "unembed", hidden)
+
+    def adaptable_elsewhere(self) -> set[str]:
+        """The modules of later stages for which there may be adapters."""
+        return set().union(*(self._ask(stage, "adaptable") for stage in range(1, self._link.stages)))
 
     def _ask(self, stage: int, method: str, *args: Any) -> Any:
         if not self._listened:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,6 +75,16 @@ class CheckReport:
             console.print(f"[green bold]passed[/green bold]: {len(self.rows)} comparisons", highlight=False)
         else:
             console.print(f"[red bold]failed[/red bold]: {', '.join(dict.fromkeys(wrong))}", highlight=False)
+
+
+def joined(reports: Sequence[CheckReport]) -> CheckReport:
+    """One of several copies of a model, whose number is beside each place."""
+    if len(reports) == 1:
+        return reports[0]
+    numbered = [
+        replace(row, place=f"{row.place} (copy {copy})") for copy, each in enumerate(reports) for row in each.rows
+    ]
+    return replace(reports[0], rows=tuple(numbered))
 
 
 _COLUMNS = {"transformers": "transformers", "sum": "its parts", "company": "in a batch"}

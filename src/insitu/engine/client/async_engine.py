@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from insitu.block import EngineError, RequestError
 from insitu.engine.channel import AsyncWired, Shipment
+from insitu.engine.client.copies import Copies
 from insitu.engine.client.engine import ABORTED, EngineClient, no_tokenizer
 from insitu.engine.client.installed import Installed
 from insitu.engine.client.one_loop import OneLoop
@@ -37,9 +38,10 @@ too few on a busy machine."""
 class AsyncEngine(EngineClient):
     """The engine of an async model. It belongs to the event loop on which it is first awaited."""
 
-    def __init__(self, llm: AsyncLLM, channel: AsyncWired, owner: object, home: OneLoop) -> None:
+    def __init__(self, llm: AsyncLLM, channel: AsyncWired | Copies, owner: object, home: OneLoop) -> None:
         super().__init__(llm, llm.vllm_config, channel, owner)
         self.home = home
+        self.copies: int = channel.copies
         self.installed: Installed = Installed(llm)
         self._ending: set[asyncio.Task[None]] = set()
         self._ended: dict[str, tuple[Any, asyncio.Future[list[Outcome]]]] = {}

@@ -91,12 +91,18 @@ class AsyncVLLM(BaseModel["AsyncEngine"]):
     async def check(
         self, prompts: Sequence[Any] | None = None, *, reference: bool = True, show: bool = True
     ) -> CheckReport:
-        """As ``VLLM.check``, beside whatever else this engine does."""
+        """As ``VLLM.check``, beside whatever else this engine does; of a model in several copies, of each."""
         from insitu.engine.check.check import check
+        from insitu.engine.check.report import joined
+        from insitu.engine.client.copies import only
         from insitu.engine.client.waited import Waited
 
         engine = Waited(self._running(), asyncio.get_running_loop())
-        report = await asyncio.to_thread(check, self, engine, engine.run_function, prompts, reference)
+        reports = []
+        for copy in range(self._running().copies):
+            with only(copy):
+                reports.append(await asyncio.to_thread(check, self, engine, engine.run_function, prompts, reference))
+        report = joined(reports)
         if show:
             report.show()
         return report

@@ -16,11 +16,12 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from vllm import LLM
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine import core as engine_core
 
 from insitu.block import ArgumentError, EngineError
+from insitu.engine.client.copies import copies_refusal, require_one_front
 from insitu.engine.client.experts import ensure_expert_group
 from insitu.engine.names import require_known
 from insitu.engine.taps.install import KEY
@@ -30,7 +31,7 @@ OURS = {
     "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
 _GIB = 2**30
-_TENSOR, _PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"
+_TENSOR, _PIPELINE, _DATA = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
 
 def needs_workers(engine_args: Mapping[str, Any]) -> bool:
@@ -70,6 +71,12 @@ def checked_args(
     for name in OURS:
         if engine_args.get(name):
             raise ArgumentError(f"`{name}` is set by insitu itself, which gets into the engine by it")
+    require_one_front(engine_args)
+    if not issubclass(kind, AsyncEngineArgs) and (engine_args.get(_DATA) or 1) > 1:
+        raise ArgumentError(
+            f"`{_DATA}`: vLLM runs several copies of a model for requests that are awaited alone: add mode='async', "
+            f"or use `insitu serve`"
+        )
     _refuse_what_is_not_there_yet(engine_args, taps)
     if workers:
         engine_args = {"distributed_executor_backend": "mp", **engine_args}
@@ -89,16 +96,12 @@ def refusal(repo: str, config: VllmConfig) -> EngineError | None:
                 f"`{repo}` has no model class in vLLM, which runs transformers' own code for it; insitu traces such "
                 f"models on one rank only: leave {name} out"
             )
-    return None
+    return copies_refusal(repo, config)
 
 
 def _refuse_what_is_not_there_yet(engine_args: Mapping[str, Any], taps: Sequence[str]) -> None:
-    if (engine_args.get("data_parallel_size") or 1) > 1:
-        raise ArgumentError(
-            "`data_parallel_size`: this version runs one copy of a model; make one for each, and share the prompts"
-        )
     if (engine_args.get(_PIPELINE) or 1) > 1:
-        beside = [name for name in (_TENSOR, "enable_lora") if (engine_args.get(name) or 0) > (name == _TENSOR)]
+        beside = [_TENSOR] * ((engine_args.get(_TENSOR) or 1) > 1)
         for name in (*beside, *["taps"] * bool(taps)):
             raise ArgumentError(f"`{_PIPELINE}`: this version has no `{name}` beside it; leave one of the two out")
 

@@ -38,4 +38,5 @@ def _cache_tokens(config: VllmConfig) -> int:
     cache, model = config.cache_config, config.model_config
     if not cache.num_gpu_blocks or model.is_hybrid or model.is_attention_free or model.get_sliding_window():
         return model.max_model_len  # blocks of other kinds, or that are used again
-    return min(model.max_model_len, (cache.num_gpu_blocks - 1) * cache.block_size)
+    each = cache.num_gpu_blocks // config.parallel_config.data_parallel_size  # vLLM counts those of all copies
+    return min(model.max_model_len, (each - 1) * cache.block_size)

@@ -7,12 +7,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import zmq
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.network_utils import get_open_zmq_inproc_path, make_zmq_socket
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from insitu.block import ArgumentError
 from insitu.engine.channel import AsyncWired
 from insitu.engine.client.async_engine import AsyncEngine
+from insitu.engine.client.copies import Copies, only
 from insitu.engine.client.launch import checked_args, refusal
 from insitu.engine.client.one_loop import OneLoop, in_a_loop_of_its_own
 from insitu.engine.client.waited import Waited
@@ -37,9 +41,10 @@ async def _started(repo: str, args: Mapping[str, Any], taps: Sequence[str], mode
         if (error := refusal(repo, llm.vllm_config)) is not None:
             raise error
         engine = await attached(llm, model)
-        if taps:
+        for copy in range(engine.copies) if taps else ():
             waited: Any = Waited(engine, asyncio.get_running_loop())
-            await asyncio.to_thread(check_taps, waited, threading.RLock())
+            with only(copy):
+                await asyncio.to_thread(check_taps, waited, threading.RLock())
         await _unbound(llm)
         engine.home.leave()
     except BaseException:
@@ -51,7 +56,12 @@ async def _started(repo: str, args: Mapping[str, Any], taps: Sequence[str], mode
 async def attached(llm: AsyncLLM, model: Any) -> AsyncEngine:
     """The engine of ``model``, on this event loop, around vLLM's own."""
     home = OneLoop()
-    channel = AsyncWired(llm, ClientSide(model), home.enter)
+    core: Any = llm.engine_core
+    channel: Any
+    if isinstance(core, DPLBAsyncMPClient):
+        channel = Copies(core, [AsyncWired(llm, ClientSide(model), home.enter, each) for each in core.core_engines])
+    else:
+        channel = AsyncWired(llm, ClientSide(model), home.enter)
     await channel.open()
     engine = AsyncEngine(llm, channel, model._owner, home)
     engine.outline, engine.layers = await channel.call("insitu_outline")
@@ -62,9 +72,16 @@ async def attached(llm: AsyncLLM, model: Any) -> AsyncEngine:
 async def _unbound(llm: AsyncLLM) -> None:
     """Ends the tasks that vLLM runs on this loop; it makes new ones on the loop on which it is next used."""
     core: Any = llm.engine_core
-    tasks = [task for task in (core.resources.output_queue_task, llm.output_handler) if task is not None]
+    made = (core.resources.output_queue_task, core.resources.stats_update_task, llm.output_handler)
+    tasks = [task for task in made if task is not None]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     core.resources.output_queue_task = llm.output_handler = None
     core.outputs_queue = asyncio.Queue()
+    if core.resources.stats_update_task is not None:  # it held the other end of a socket that takes only one
+        core.resources.stats_update_task = None
+        core.first_req_send_socket.close(linger=0)
+        core.first_req_sock_addr = get_open_zmq_inproc_path()
+        made_anew = make_zmq_socket(core.ctx, core.first_req_sock_addr, zmq.PAIR, bind=True)
+        core.first_req_send_socket = core.resources.first_req_send_socket = made_anew

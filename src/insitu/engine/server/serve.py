@@ -20,6 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from insitu.block import ArgumentError
 from insitu.engine.client.async_model import AsyncVLLM
+from insitu.engine.client.copies import require_one_front
 from insitu.engine.client.launch import OURS, cpu_memory, refusal
 from insitu.engine.client.start_async import attached
 from insitu.engine.server.access import Access
@@ -117,8 +118,12 @@ def adapt(args: Any) -> None:
             f"--host {args.host}: whoever reaches this address could run blocks here. Give --api-key KEY, or serve "
             f"this machine alone with --host {LOOPBACK}, as `insitu serve` does if --host is left out"
         )
-    if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
-        raise ArgumentError("insitu serve runs one API server and one data parallel rank: start one server for each")
+    if (args.api_server_count or 1) > 1:
+        raise ArgumentError(
+            f"--api-server-count {args.api_server_count}: edits and traces are known to one API server, which has all "
+            f"copies of the model behind it: give --api-server-count 1, or serve with `insitu serve`, where it is 1"
+        )
+    require_one_front(vars(args))
     _keys(args)  # a file that can't be read is told before the engine is built
     if _permission(args) == Permission.TRUSTED:
         print(_TRUSTING.format(user=getpass.getuser(), machine=socket.gethostname()), file=sys.stderr, flush=True)

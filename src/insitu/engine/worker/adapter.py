@@ -25,6 +25,7 @@ from insitu.engine.worker.logprobs import rescored
 from insitu.engine.worker.ranks import interleaver_of
 from insitu.run import Interleaver, Rows
 from insitu.run.parallel import Follower
+from insitu.run.spanning import Spanning
 from insitu.run.stage_follower import StageFollower
 from insitu.run.stage_leader import StageLeader
 from insitu.run.tapped import TappedInterleaver
@@ -50,6 +51,8 @@ class Adapter:
             FollowingHost(one) if isinstance(one, (Follower, StageFollower)) else Host(one)
         )
         self.loras: Loras | None = Loras(runner.lora_manager) if getattr(runner, "lora_manager", None) else None
+        if self.loras and isinstance(one, Spanning):
+            one.adaptable = self.loras.known
         self.interleaver.calls.beside = self._as_in_forward
         self._kernels = EagerKernels(model)
         self.runs: dict[str, list[Any]] = {}

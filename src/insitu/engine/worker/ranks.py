@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -38,6 +39,8 @@ def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., A
     vocabulary = tuple({Split(((head.num_embeddings_per_partition, 1),)) for head in heads if head.tp_size > 1})
 
     def lies(module: Any) -> Parallel | None:
+        if isinstance(module, BaseLayerWithLoRA):  # which computes what the module that it stands for would
+            module = module.base_layer
         return Parallel(inside=vocabulary) if isinstance(module, LogitsProcessor) else parallel(module)
 
     about = (model, unembed, safe_ids, group, lies, runner.model_config.get_hidden_size())

@@ -22,6 +22,7 @@ from insitu.engine.worker.runner_v2 import V2Adapter
 from insitu.engine.worker.stages import take_turns
 from insitu.run import Names, Outcome, names_of, visits
 from insitu.run.spent import seconds_in_blocks
+from insitu.run.stage_leader import StageLeader
 from insitu.run.tapped_ranks import TappedLeader
 from insitu.tree import Listing, Named, Outline, Place
 from insitu.wire import Port, Shared
@@ -122,7 +123,11 @@ class InsituWorker:
 
     def insitu_fit(self, adapter: Any) -> Fit | None:
         """How a LoRA adapter fits the model; None if the engine was built without adapters."""
-        return self.insitu_loras.fit(adapter) if self.insitu_loras else None
+        if self.insitu_loras is None:
+            return None
+        stage = self._insitu.interleaver
+        elsewhere = stage.adaptable_elsewhere() if isinstance(stage, StageLeader) else ()
+        return self.insitu_loras.fit(adapter, elsewhere)
 
     def insitu_stats(self) -> Stats:
         host, runner = self._insitu, self.model_runner  # type: ignore[attr-defined]
