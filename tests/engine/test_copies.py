@@ -203,10 +203,15 @@ def test_an_async_engine_s_traces_share_and_are_left_and_a_killed_copy_is_an_err
                     rows.append(model.resid_post[1][-1])
         return rows
 
-    async def to_the_end() -> None:
-        async with model.trace(PROMPT, **LONG) as tracer:
-            for step in tracer.iter[:]:
-                model.resid_post[1]
+    async def traced_again_and_again() -> None:
+        while True:
+            async with model.trace(PROMPT, **LONG) as tracer:
+                for step in tracer.iter[:]:
+                    model.resid_post[1]
+
+    async def plain_again_and_again() -> None:
+        while True:
+            await model.generate(PROMPT, **LONG)
 
     async def main() -> list[Any]:
         await asyncio.gather(*(one() for _ in range(6)))
@@ -217,8 +222,8 @@ def test_an_async_engine_s_traces_share_and_are_left_and_a_killed_copy_is_an_err
             wanted = [hf_stream("llama", ids_of("llama", prompt)).resid_post[1][-1] for prompt in PROMPTS]
             assert len(rows) == 4
             assert all(min((row - each).abs().max().item() for row in rows) < 1e-4 for each in wanted)
-        asked = [to_the_end() for _ in range(4)] + [model.generate(PROMPT, **LONG) for _ in range(4)]
-        tasks = [asyncio.create_task(each) for each in asked]
+        kinds = (traced_again_and_again, plain_again_and_again)
+        tasks = [asyncio.create_task(kind()) for kind in kinds for _ in range(4)]
         await asyncio.sleep(0.1)
         os.kill(processes.pop(), signal.SIGKILL)
         errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)

@@ -77,7 +77,7 @@ class TracedScheduler(Scheduler):
         reserved, loras = sum(map(self._reserved.need, self.running)), set(map(_lora, self.running)) - {0}
         count = 0
         for request in self._waiting_in_order():
-            if count >= limit:
+            if count >= limit - len(self.running):
                 return limit
             tokens, need = _tokens_left(request), self._reserved.need(request)
             if budget < tokens <= self.max_num_scheduled_tokens and _is_to_be_whole(request):
