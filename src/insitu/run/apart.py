@@ -24,7 +24,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {**_SUMS, **_PICKS, **_ROWS, **_EACH, "
 """Methods of tensors, with the names of their arguments in order. None changes what it is called on."""
 
 
-class Outcome(NamedTuple):
+class Applied(NamedTuple):
     """What a call gives: its kind, and whether it has the rows of what it was called on."""
 
     kind: ByRows
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 def outcome_of_call(
     name: str, kind: ByRows, is_whole: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Outcome | None:
+) -> Applied | None:
     """None if the call is of no known form. ``is_whole``: it is called on all of the request's rows, which are one or
     more. Axes are counted as a request sees them, whose first is that of its rows unless there is one ``each``."""
     order = METHODS[name]
@@ -42,28 +42,28 @@ def outcome_of_call(
         return None
     rows = not kind.each
     if name in _EACH:
-        return None if given else Outcome(kind, rows)
+        return None if given else Applied(kind, rows)
     dim = given.get("dim")
     if name == "unsqueeze":
-        return Outcome(ByRows(kind.dims + 1, kind.each), rows) if dim in (-1, kind.dims) and type(dim) is int else None
+        return Applied(ByRows(kind.dims + 1, kind.each), rows) if dim in (-1, kind.dims) and type(dim) is int else None
     if dim is not None and (type(dim) is not int or not -kind.dims <= dim < kind.dims):
         return None
     if name in _ROWS:
-        return None if dim is None else Outcome(kind, rows)
+        return None if dim is None else Applied(kind, rows)
     if dim is None:
-        return None if given.get("keepdim") or not (is_whole or name in _SUMS) else Outcome(ByRows(0, True), False)
+        return None if given.get("keepdim") or not (is_whole or name in _SUMS) else Applied(ByRows(0, True), False)
     keeps = bool(given.get("keepdim"))
     if rows and dim % kind.dims == 0:  # over the rows themselves
-        return None if keeps or not (is_whole or name in _SUMS) else Outcome(ByRows(kind.dims - 1, True), False)
-    return Outcome(ByRows(kind.dims - (not keeps), kind.each), rows)
+        return None if keeps or not (is_whole or name in _SUMS) else Applied(ByRows(kind.dims - 1, True), False)
+    return Applied(ByRows(kind.dims - (not keeps), kind.each), rows)
 
 
-def outcome_of_product(kind: ByRows, other: torch.Tensor) -> Outcome | None:
+def outcome_of_product(kind: ByRows, other: torch.Tensor) -> Applied | None:
     """Of ``x @ other``, where ``other`` is the same for all requests."""
     if kind.dims < 1 or other.dim() not in (1, 2):
         return None
     dims = kind.dims - (other.dim() == 1)
-    return Outcome(ByRows(dims, kind.each), not kind.each) if dims or kind.each else None
+    return Applied(ByRows(dims, kind.each), not kind.each) if dims or kind.each else None
 
 
 def applied(name: str, rows: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:

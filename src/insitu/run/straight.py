@@ -187,13 +187,14 @@ class Recording:
 
     def apart(self, name: str, value: Sym, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on each request's rows by themselves."""
-        is_whole = value._span is None and not value._captured
+        if value._captured:
+            raise self.refused()
         found = (
             outcome_of_product(value._kind, args[0])
             if name == "matmul"
-            else outcome_of_call(name, value._kind, is_whole, args, kwargs)
+            else outcome_of_call(name, value._kind, value._span is None, args, kwargs)
         )
-        if found is None or value._captured:
+        if found is None:
             raise self.refused()
         span = value._span if found.by_rows else None
         return self.note("apart", (value, name, args, kwargs, found.kind.each), found.kind, value._place, span)
