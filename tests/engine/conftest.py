@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.helpers import Run
+from tests.engine.helpers import Run, own_engine
+from tests.engine.taps import PLACES
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -19,6 +20,13 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def model(name: str, request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="module")
+def tapped(engines: Any) -> Iterator[Any]:
+    """An engine that serves ``PLACES`` from inside its compiled model."""
+    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps=PLACES) as model:
+        yield model
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,3 +166,9 @@ def last_logits(seen: dict[str, models.Activation]) -> torch.Tensor:
 def oracle_logits(name: str, path: str, side: str, edit: Edit) -> torch.Tensor:
     """The last position's logits for `PROMPT` with one edit, of a module's `"output"` or `"input"`."""
     return last_logits(hf_edited(name, ids_of(name), **{f"{side}s": {path: edit}}))
+
+
+def at_once(count: int, function: Callable[[int], Any]) -> list[Any]:
+    """What the function gives for each number below ``count``, all called at the same time."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(function, range(count)))

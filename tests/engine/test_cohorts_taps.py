@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from insitu import VLLM
 from tests.engine.edits import tokens_of
-from tests.engine.helpers import completed, enqueue, own_engine
-from tests.engine.taps import PLACES, assert_same, recorded
+from tests.engine.helpers import completed, enqueue
+from tests.engine.taps import assert_same, recorded
 from tests.engine.test_abort import before_steps
 from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, host_of, trace_of
 from tests.engine.test_cohorts_steps import (
@@ -29,12 +29,6 @@ from tests.engine.test_cohorts_steps import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
-
-
-@pytest.fixture(scope="module")
-def tapped(engines: Any) -> Iterator[Any]:
-    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps=PLACES) as model:
-        yield model
 
 
 @pytest.fixture(params=["between pieces", "recorded"])

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -16,7 +15,7 @@ import torch
 import insitu
 from benchmarks.load import settled
 from tests import models
-from tests.engine.helpers import PROMPT, Run, assert_close, hf_edited, hf_stream, ids_of, last_logits
+from tests.engine.helpers import PROMPT, Run, assert_close, at_once, hf_edited, hf_stream, ids_of, last_logits
 from tests.engine.test_server import KEY, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process, pytest.mark.timeout(900)]
@@ -47,11 +46,6 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         model = request.getfixturevalue("model")
         model.clear_edits()
         assert settled(model.in_flight) == 0
-
-
-def at_once(count: int, function: Any) -> list[Any]:
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(function, range(count)))
 
 
 def test_traces_of_many_clients_run_on_both_copies_and_equal_transformers(model: Any) -> None:

@@ -16,15 +16,9 @@ import torch
 import insitu
 from insitu.block import ArgumentError, InsituError, LocationError, SharedModuleError, UnknownModuleError
 from tests.engine.helpers import own_engine, plain
-from tests.engine.taps import PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of, recorded, taps_of
+from tests.engine.taps import PROMPTS, SETTINGS, Block, assert_same, name_of, recorded, taps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
-
-
-@pytest.fixture(scope="module")
-def tapped(engines: Any) -> Iterator[Any]:
-    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps=PLACES) as model:
-        yield model
 
 
 @pytest.fixture(params=["between pieces", "recorded"])

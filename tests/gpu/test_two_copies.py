@@ -17,6 +17,7 @@ import torch
 import insitu
 from benchmarks.load import settled
 from tests import models
+from tests.engine.helpers import at_once
 from tests.engine.test_server import KEY, Server
 from tests.gpu import ranks
 from tests.gpu.ranks import VOCABULARY, largest_difference
@@ -74,11 +75,6 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         model = request.getfixturevalue("model")
         model.clear_edits()
         assert settled(model.in_flight) == 0
-
-
-def at_once(count: int, function: Any) -> list[Any]:
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(function, range(count)))
 
 
 def block(model: Any, tracer: Any) -> Any:
