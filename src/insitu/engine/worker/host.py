@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 
 from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
@@ -87,7 +86,7 @@ class Host:
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
     _new: dict[str, New] = field(default_factory=dict)
     company: Company = field(default_factory=Company)
-    together: bool = field(default_factory=lambda: _may_be_together())
+    together: bool = field(default_factory=lambda: os.environ.get("INSITU_COHORTS") != "0")
     """Whether blocks that do the same may be run as one."""
     blocks_together: int = 0
     blocks_alone: int = 0
@@ -343,11 +342,6 @@ class Host:
                 ended.extend(lives)
         self._send(ended)
         return frozenset(over), frozenset(released)
-
-
-def _may_be_together() -> bool:
-    """On GPUs only where it is asked for, as it was not measured there: `INSITU_COHORTS=1`; 0 never."""
-    return os.environ.get("INSITU_COHORTS", "0" if torch.cuda.is_available() else "1") != "0"
 
 
 def run_key(request: str, edit: int | None) -> str:
