@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-
 from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
 from insitu.engine.tag import Tag
