@@ -15,7 +15,12 @@ import torch
 
 from benchmarks.sweep import cases, plain_of
 
-WORKS = {"one": "one place saved", "every": "every layer saved", "vectors": "a vector each"}
+WORKS = {
+    "one": "one place saved",
+    "last": "every layer's last token",
+    "every": "every layer saved",
+    "vectors": "a vector each",
+}
 BASE, OURS = "plain vLLM", "insitu"
 Seconds = dict[str, dict[str, list[float]]]
 
@@ -60,7 +65,8 @@ class Peer:
 def compared(
     plain: Any, model: Any, folder: str, peers: Mapping[str, str], settings: dict[str, Any], chosen: Any
 ) -> list[dict[str, Any]]:
-    """Rows of work and system: seconds of `chosen.rounds` rounds of `chosen.prompts` prompts of `chosen.tokens` tokens.
+    """Rows of `chosen.works` and system: seconds of `chosen.rounds` rounds of `chosen.prompts` prompts of
+    `chosen.tokens` tokens.
     `plain`: vLLM's own `LLM`, in this process too, since processes differ by a quarter in how their memory lies;
     `peers`: the interpreter of each kind."""
     others = {_titled(kind): Peer(kind, python, folder, settings) for kind, python in peers.items()}
@@ -69,7 +75,7 @@ def compared(
     vocabulary = model.vllm_entrypoint.model_config.get_vocab_size()
     rows: list[dict[str, Any]] = []
     try:
-        for work, title in WORKS.items():
+        for work, title in ((work, WORKS[work]) for work in chosen.works):
             found: Seconds = {name: {"wall": [], "cpu": []} for name in (BASE, *others, OURS)}
             for turn in range(chosen.rounds + 1):
                 for name in found:

@@ -120,29 +120,6 @@ def folder_of_shape() -> str:
     return str(folder)
 
 
-def sweep() -> None:
-    from vllm import LLM
-
-    import insitu
-    from benchmarks.comparison import compared
-    from benchmarks.report import arguments, peers_of, write_down
-
-    parser = arguments(__doc__, prompts=1024, tokens=TOKENS)
-    parser.add_argument("--model", default="", help="a folder (default: random weights of Llama-8B's shape)")
-    parser.add_argument("--device", default="cuda", help="of transformers; the engines run where vLLM's build does")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--max-model-len", type=int, default=ENGINE["max_model_len"])
-    chosen = parser.parse_args(sys.argv[2:])
-    folder = chosen.model or folder_of_shape()
-    engine = {**ENGINE, "max_num_seqs": chosen.prompts, "enforce_eager": chosen.eager}
-    engine |= {"dtype": chosen.dtype, "max_model_len": chosen.max_model_len}
-    settings = {"engine": engine, "device": chosen.device, "dtype": chosen.dtype}
-    plain = LLM(folder, **engine)
-    with insitu.VLLM(folder, dispatch=True, **engine) as model:
-        rows = compared(plain, model, folder, peers_of(chosen), settings, chosen)
-    write_down(chosen.out, rows, {}, "wall")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each case; the median counts (default: 5)")
@@ -209,8 +186,12 @@ def measure(
 
 def timed(run: Callable[[Any, Batch], Any], model: Any, prompts: Batch) -> float:
     gc.collect()
+    return seconds_of(partial(run, model, prompts))
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    run(model, prompts)
+    run()
     return time.perf_counter() - start
 
 
@@ -225,4 +206,9 @@ def table(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sweep() if sys.argv[1:2] == ["sweep"] else main()
+    if sys.argv[1:2] == ["sweep"]:
+        from benchmarks.gpu_sweep import sweep
+
+        sweep(sys.argv[2:])
+    else:
+        main()

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ def transformers(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
         for handle in handles:
             handle.remove()
 
-    def keep(kept: list[Any]) -> Callable[..., None]:
+    def keep(kept: list[Any], rows: slice = slice(None)) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            kept.append((output[0] if isinstance(output, tuple) else output).cpu())
+            kept.append((output[0] if isinstance(output, tuple) else output)[:, rows].cpu())
 
         return hook
 
@@ -63,9 +64,9 @@ def transformers(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
         run(prompts, {len(layers) // 2: keep(kept)})
         return kept
 
-    def every(prompts: Prompts) -> object:
+    def every(prompts: Prompts, rows: slice = slice(None)) -> object:
         kept: list[Any] = []
-        run(prompts, dict.fromkeys(range(len(layers)), keep(kept)))
+        run(prompts, dict.fromkeys(range(len(layers)), keep(kept, rows)))
         return kept
 
     def vectors(prompts: Prompts) -> None:
@@ -77,7 +78,7 @@ def transformers(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
 
         run(prompts, {len(layers) // 2: add})
 
-    return {"one": one, "every": every, "vectors": vectors}
+    return {"one": one, "last": partial(every, rows=slice(-1, None)), "every": every, "vectors": vectors}
 
 
 def nnsight(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
@@ -98,11 +99,11 @@ def nnsight(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
             kept.append(value)
         return kept
 
-    def every(prompts: Prompts) -> object:
+    def every(prompts: Prompts, rows: slice = slice(None)) -> object:
         kept: list[Any] = []
         for batch in _batches(prompts, device):
             with torch.inference_mode(), model.trace(batch, **given):
-                values = [model.model.layers[number].output.cpu() for number in range(layers)].save()
+                values = [model.model.layers[number].output[:, rows].cpu() for number in range(layers)].save()
             kept.append(values)
         return kept
 
@@ -114,7 +115,7 @@ def nnsight(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
                 model.model.layers[middle].output[:] += added
                 logits = model.output.logits.save()
 
-    return {"one": one, "every": every, "vectors": vectors}
+    return {"one": one, "last": partial(every, rows=slice(-1, None)), "every": every, "vectors": vectors}
 
 
 def vllm_lens(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
@@ -128,7 +129,10 @@ def vllm_lens(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
         params = SamplingParams(temperature=0.0, max_tokens=1, extra_args={"output_residual_stream": layers})
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
-    return {"one": lambda prompts: run(prompts, [count // 2]), "every": lambda prompts: run(prompts, [*range(count)])}
+    def every(prompts: Prompts) -> None:
+        run(prompts, [*range(count)])  # whole, whatever of it is wanted
+
+    return {"one": lambda prompts: run(prompts, [count // 2]), "last": every, "every": every}
 
 
 KINDS = {"transformers": transformers, "nnsight": nnsight, "vllm-lens": vllm_lens}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import growth
+from benchmarks.comparison import WORKS
 from benchmarks.comparison import table as table_of_rows
 from benchmarks.picture import picture
 
@@ -20,6 +21,10 @@ def arguments(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=512, help="at a time; 0 compares nothing (default: 512)")
     parser.add_argument("--tokens", type=int, default=32, help="of each prompt (default: 32)")
     parser.add_argument("--rounds", type=int, default=5, help="of each; the median counts (default: 5)")
+    parser.add_argument(
+        "--works", nargs="*", choices=WORKS, default=list(WORKS), help="those to compare (default: all)"
+    )
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="those beside (default: all)")
     parser.add_argument("--nnsight", default="", help="an interpreter that has nnsight")
     parser.add_argument("--vllm-lens", default="", help="an interpreter that has vllm-lens")
     parser.add_argument("--eager", action="store_true", help="engines that are not compiled")
@@ -30,7 +35,7 @@ def arguments(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 def peers_of(chosen: argparse.Namespace) -> dict[str, str]:
     """The interpreter of each kind; this one for those that none is given for, which then says what is missing."""
-    return {kind: getattr(chosen, kind.replace("-", "_"), "") or sys.executable for kind in PEERS}
+    return {kind: getattr(chosen, kind.replace("-", "_"), "") or sys.executable for kind in chosen.peers}
 
 
 def write_down(folder: Path | None, rows: list[dict[str, Any]], curves: dict[str, growth.Curve], clock: str) -> None:

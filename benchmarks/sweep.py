@@ -48,6 +48,9 @@ def cases(model: Any) -> dict[str, Case]:
     def every(prompts: list[list[int]]) -> None:
         model.run(lambda tracer: [model.resid_post[layer] for layer in range(layers)], prompts, **GREEDY)
 
+    def last(prompts: list[list[int]]) -> None:
+        model.run(lambda tracer: [model.resid_post[layer][-1] for layer in range(layers)], prompts, **GREEDY)
+
     def vectors(prompts: list[list[int]]) -> None:
         added = torch.randn(len(prompts), width).to(device, llm.model_config.dtype)
         with model.trace(**GREEDY) as tracer:
@@ -56,7 +59,8 @@ def cases(model: Any) -> dict[str, Case]:
                     model.resid_post[middle][:] += vector
                     logits = model.logits.save()
 
-    return {"plain vLLM": plain_of(llm), "one place saved": one, "every layer saved": every, "a vector each": vectors}
+    own = {"one place saved": one, "every layer's last token": last, "every layer saved": every}
+    return {"plain vLLM": plain_of(llm), **own, "a vector each": vectors}
 
 
 def measured(model: Any, count: int, tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:

@@ -119,7 +119,7 @@ def test_many_traced_requests_beside_untraced_ones(server: Server, model: Any, o
     def each(number: int) -> Any:
         if number < 64:
             return server.post("/v1/completions", asked)["usage"]["completion_tokens"]
-        mine = prompts[(number - 64) * 8 : (number - 56) * 8]
+        mine = prompts[(number - 64) * 8 : (number - 63) * 8]
         return model.run(lambda tracer: [model.resid_post[1][-1] for _ in tracer.iter[:]], mine, **settings)
 
     found = at_once(96, each)

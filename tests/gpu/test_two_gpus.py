@@ -18,6 +18,7 @@ import torch
 import insitu
 from tests import models
 from tests.engine import test_taps
+from tests.engine.taps import PLACES
 from tests.gpu import ranks
 from tests.gpu.ranks import BLOCKS, VOCABULARY, experts, largest_difference, tensors_of
 
@@ -63,7 +64,7 @@ def engines(kind: str, folder: str) -> Iterator[tuple[Any, Any]]:
     way, _, name = kind.rpartition(" ")
     settings = {**ENGINE, "enforce_eager": name != "llama"}
     several = "pipeline_parallel_size" if way == "staged" else "tensor_parallel_size"
-    taps = test_taps.PLACES if kind == "tapped llama" else ()
+    taps = PLACES if kind == "tapped llama" else ()
     with (
         insitu.VLLM(folder, **settings) as one,
         insitu.VLLM(folder, **settings, **{several: 2}, taps=taps) as two,
@@ -205,7 +206,8 @@ def test_a_later_stage_takes_from_an_earlier_one_and_not_the_reverse(engines: tu
     def later(model: Any, tracer: Any) -> Any:
         seen = []
         for _ in tracer.iter[:]:
-            model.resid_post[3] += 0.1 * model.resid_post[0]
+            first = model.resid_post[0]
+            model.resid_post[3] += 0.1 * first
             seen.append(model.logits)
         return seen
 

@@ -6,7 +6,8 @@ long as its block goes on; and its block can end it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -107,15 +108,26 @@ class TracedScheduler(Scheduler):
         return self._is_blocked_waiting_status(request.status) or stale > 0
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        self._ended: frozenset[str] = getattr(model_runner_output, "insitu_ended", frozenset())
         self._reserved.release(getattr(model_runner_output, "insitu_released", ()))
-        return super().update_from_output(scheduler_output, model_runner_output)
+        ended = getattr(model_runner_output, "insitu_ended", ())
+        if not ended:  # vLLM asks for the method once a request: its own costs less
+            return super().update_from_output(scheduler_output, model_runner_output)
+        self._update_request_with_output = partial(self._update_or_end, ended, self._update_request_with_output)
+        try:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        finally:
+            del self._update_request_with_output
 
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    @staticmethod
+    def _update_or_end(
+        ended: Container[str],
+        update: Callable[..., tuple[list[int], bool]],
+        request: Request,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[list[int], bool]:
-        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        if request.request_id in self._ended:
+        new_token_ids, stopped = update(request, *args, **kwargs)
+        if request.request_id in ended:
             # Not FINISHED_STOPPED: of a request that stopped, vLLM drops the last token's text.
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             request.stop_reason = BY_BLOCK
