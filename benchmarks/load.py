@@ -18,14 +18,16 @@ os.environ.setdefault("INSITU_CPU_KVCACHE_BYTES", str(2**30))
 import psutil
 
 import insitu
-from benchmarks.serving import OURS, PROMPT, Server, by_part
+from benchmarks.serving import OURS, PROMPT, Held, Server, by_part, held, left_over
 
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
 _LONG = {"max_tokens": 150, "ignore_eos": True}
 _LEFT_AFTER = 0.05
 _WINDOWS = 10
+_WARM_UP = 100
 
-Memory = Mapping[str, float]
+Told = Callable[[int, Mapping[str, Held]], None]
+"""Is called with what each process holds after so many traces; the last time when the clients have gone."""
 
 
 def main() -> None:
@@ -36,12 +38,19 @@ def main() -> None:
     parser.add_argument("--by", choices=("server", "async"), default="server")
     chosen = parser.parse_args()
     folder = chosen.model or insitu.demo_model()
-    ended, held = LOADS[chosen.by](folder, chosen.traces, chosen.at_once, show)
-    print(f"{dict(sorted(ended.items()))}; in_flight afterwards: {held}")
+    seen: list[Mapping[str, Held]] = []
 
+    def told(done: int, parts: Mapping[str, Held]) -> None:
+        seen.append(parts)
+        for part, one in parts.items():
+            counts = ", ".join(f"{name} {count}" for name, count in one._asdict().items() if name != "resident")
+            print(f"{done} traces, {part}: {one.resident:.0f} MiB, {counts}", flush=True)
 
-def show(done: int, memory: Memory) -> None:
-    print(f"{done} traces; MiB: {', '.join(f'{part} {used:.0f}' for part, used in memory.items())}", flush=True)
+    ended, in_flight = LOADS[chosen.by](folder, chosen.traces, chosen.at_once, told)
+    left = left_over(seen[0], seen[-1])
+    print(f"{dict(sorted(ended.items()))}; in_flight afterwards: {in_flight}; left: {'; '.join(left) or 'nothing'}")
+    if in_flight or left:
+        raise SystemExit(1)
 
 
 def ending(number: int) -> str:
@@ -49,9 +58,7 @@ def ending(number: int) -> str:
     return {7: "fails", 57: "left"}.get(number % 100, "ends")
 
 
-def at_a_server(
-    folder: str, traces: int, at_once: int, told: Callable[[int, Memory], None]
-) -> tuple[Counter[str], int]:
+def at_a_server(folder: str, traces: int, at_once: int, told: Told) -> tuple[Counter[str], int]:
     """Traces of clients in this process at a server. How many ended in which way, and what is in flight after them."""
     server = Server(OURS, folder)
     try:
@@ -74,17 +81,19 @@ def at_a_server(
             return "ends"
 
         with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(one, range(_WARM_UP)))
+            told(0, server.held_without_clients())
             for first, last in windows(traces):
                 ended.update(pool.map(one, range(first, last)))
-                told(last, server.resident())
-        return ended, settled(model.in_flight)
+                told(last, server.held())
+        in_flight = settled(model.in_flight)
+        told(traces, server.held_without_clients())
+        return ended, in_flight
     finally:
         server.close()
 
 
-def by_an_async_engine(
-    folder: str, traces: int, at_once: int, told: Callable[[int, Memory], None]
-) -> tuple[Counter[str], int]:
+def by_an_async_engine(folder: str, traces: int, at_once: int, told: Told) -> tuple[Counter[str], int]:
     """The same by an async model in this process; those that are left are cancelled."""
     model = insitu.VLLM(folder, mode="async", **ENGINE)
     here = psutil.Process()
@@ -106,11 +115,23 @@ def by_an_async_engine(
 
     async def all_of_them() -> tuple[Counter[str], int]:
         async with model:
-            ended, places = Counter[str](), asyncio.Semaphore(at_once)
+            places = asyncio.Semaphore(at_once)
+
+            async def each(first: int, last: int) -> list[str]:
+                return await asyncio.gather(*(one(number, places) for number in range(first, last)))
+
+            def tell(done: int) -> None:
+                told(done, {part: held(process) for part, process in by_part(here).items()})
+
+            await each(0, _WARM_UP)
+            tell(await model.in_flight())
+            ended = Counter[str]()
             for first, last in windows(traces):
-                ended.update(await asyncio.gather(*(one(number, places) for number in range(first, last))))
-                told(last, {part: process.memory_info().rss / 2**20 for part, process in by_part(here).items()})
-            return ended, await model.in_flight()
+                ended.update(await each(first, last))
+                tell(last)
+            in_flight = await model.in_flight()
+            tell(traces)
+            return ended, in_flight
 
     return asyncio.run(all_of_them())
 

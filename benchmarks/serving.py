@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import psutil
 
@@ -20,6 +21,17 @@ SETTINGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "
 PLAIN = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 OURS = (sys.executable, "-m", "insitu.cli", "serve")
 AT_ONCE = 16
+
+
+class Held(NamedTuple):
+    """What a process holds of the machine: MiB of memory, and counts."""
+
+    resident: float
+    files: int
+    connections: int
+    threads: int
+    segments: int
+    """Mappings of shared memory."""
 
 
 class Server:
@@ -51,9 +63,19 @@ class Server:
         """Seconds of the processor that each process has had."""
         return {name: sum(one.cpu_times()[:2]) for name, one in self._parts.items()}
 
-    def resident(self) -> dict[str, float]:
-        """Memory of each process, in MiB."""
-        return {name: one.memory_info().rss / 2**20 for name, one in self._parts.items()}
+    def held(self) -> dict[str, Held]:
+        return {name: held(one) for name, one in self._parts.items()}
+
+    def held_without_clients(self) -> dict[str, Held]:
+        """Once it has closed the connections that they keep, which it does after 5 seconds; after 30 in any case."""
+        until = time.monotonic() + 30
+        while self._has_clients() and time.monotonic() < until:
+            time.sleep(0.2)
+        return self.held()
+
+    def _has_clients(self) -> bool:
+        every = self._parts["api"].net_connections("tcp")
+        return any(one.laddr.port == self.port and one.status != psutil.CONN_LISTEN for one in every)
 
     def complete(self, number: int) -> None:
         """One completion of eight tokens."""
@@ -84,3 +106,20 @@ def by_part(process: psutil.Process) -> dict[str, psutil.Process]:
         name = " ".join(one.cmdline())
         found |= {part: one for part, said in (("core", "EngineCore"), ("worker", "Worker")) if said in name}
     return found
+
+
+def held(process: psutil.Process) -> Held:
+    with process.oneshot():
+        shared = [one for one in process.memory_maps(grouped=False) if one.path.startswith(("/dev/shm/", "/memfd:"))]
+        resident, files = process.memory_info().rss / 2**20, process.num_fds()
+        return Held(resident, files, len(process.net_connections("tcp")), process.num_threads(), len(shared))
+
+
+def left_over(before: Mapping[str, Held], after: Mapping[str, Held]) -> list[str]:
+    """What the processes hold more than they did, memory of their own left out: ``"api: files 30, now 46"``."""
+    return [
+        f"{part}: {name} {getattr(before[part], name)}, now {getattr(now, name)}"
+        for part, now in after.items()
+        for name in Held._fields[1:]
+        if getattr(now, name) > getattr(before[part], name)
+    ]

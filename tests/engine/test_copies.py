@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import insitu
-from benchmarks.load import settled
 from tests import models
+from tests.engine import served
 from tests.engine.helpers import PROMPT, Run, assert_close, at_once, hf_edited, hf_stream, ids_of, last_logits
-from tests.engine.test_server import KEY, Server
+from tests.engine.served import KEY, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process, pytest.mark.timeout(900)]
 
@@ -24,6 +24,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
 LONG: dict[str, Any] = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
 PROMPTS = [PROMPT, "Water boils at one hundred degrees", "She opened the door", "When Mary and John went"]
 CORES = "0|1"
+model, nothing_is_left = served.model, served.nothing_is_left
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +33,6 @@ def server() -> Iterator[Server]:
     made = Server(*several, environment={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": CORES})
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def model(server: Server) -> Any:
-    return insitu.connect(server.url, KEY)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "model" in request.fixturenames:
-        model = request.getfixturevalue("model")
-        model.clear_edits()
-        assert settled(model.in_flight) == 0
 
 
 def test_traces_of_many_clients_run_on_both_copies_and_equal_transformers(model: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 import insitu
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server
+from tests.engine.served import KEY, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 ROOT = Path(__file__).resolve().parent.parent.parent

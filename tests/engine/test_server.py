@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -25,78 +21,14 @@ import torch
 import insitu
 from insitu.net import CONTENT_TYPE
 from tests import models
+from tests.engine import served
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
+from tests.engine.served import KEY, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 GREEDY = {"temperature": 0.0, "max_tokens": 1}
-KEY = "a key for the tests"
-
-
-INSITU = (sys.executable, "-m", "insitu.cli", "serve")
-
-
-class Server:
-    def __init__(
-        self,
-        *arguments: str,
-        command: Sequence[str] = INSITU,
-        environment: Mapping[str, str] | None = None,
-        folder: str | None = None,
-    ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        settings = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny")
-        settings += ("--kv-cache-memory-bytes", str(2**28))
-        whole = [*command, folder or models.tiny("llama"), *settings, *arguments, "--port", str(self.port)]
-        self.process = subprocess.Popen(whole, start_new_session=True, env=environment)
-        try:
-            self.wait()
-        except BaseException:
-            self.close()
-            raise
-
-    def wait(self) -> None:
-        for _ in range(1200):
-            assert self.process.poll() is None, "the server has ended"
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.2)
-        raise AssertionError("the server did not start")
-
-    def post(self, route: str, data: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        request = urllib.request.Request(self.url + route, json.dumps(data).encode(), headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def key_file(folders: pytest.TempPathFactory, *keys: dict[str, Any]) -> str:
-    """A file of these keys, for ``--insitu-keys``."""
-    file = folders.mktemp("keys") / "keys.json"
-    file.write_text(json.dumps(keys))
-    return str(file)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server("--api-key", KEY)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def model(server: Server) -> Any:
-    return insitu.connect(server.url, KEY)
+server, model = served.server, served.model
 
 
 def test_openai_s_routes_work_and_plain_traffic_is_not_touched(server: Server) -> None:

@@ -17,13 +17,15 @@ import torch
 
 import insitu
 from tests import models
+from tests.engine import served
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server, key_file
+from tests.engine.served import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 ANN, BEN, FORMS = "the key of ann", "the key of ben", "only forms for this"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 VECTOR = torch.linspace(-30, 60, 128)
+operator = served.model
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server("--api-key", KEY, "--insitu-keys", file)
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def operator(server: Server) -> Any:
-    return insitu.connect(server.url, KEY)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import insitu
-from benchmarks.load import by_an_async_engine, ending, settled
+from benchmarks.load import by_an_async_engine, ending
 from benchmarks.load import one_value as value_block
+from benchmarks.serving import Held, left_over
 from tests import models
+from tests.engine import served
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server, key_file
+from tests.engine.served import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
@@ -28,6 +30,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 HASTY, SMALL = "a key with little time", "a key with little room"
 MIB = 1 << 20
+model, nothing_is_left = served.model, served.nothing_is_left
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server("--api-key", KEY, "--insitu-keys", file)
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def model(server: Server) -> Any:
-    return insitu.connect(server.url, KEY)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(model: Any) -> Iterator[None]:
-    yield
-    assert settled(model.in_flight) == 0
 
 
 def test_a_block_that_never_ends_is_stopped_and_others_go_on(server: Server, model: Any) -> None:
@@ -199,6 +191,8 @@ def test_a_killed_worker_is_an_error_for_all_and_an_unhealthy_server(monkeypatch
 
 
 def test_after_many_traces_of_which_some_fail_and_some_are_left_nothing_is_held() -> None:
-    ended, held = by_an_async_engine(models.tiny("llama"), 400, 16, lambda done, memory: None)
+    seen: list[Mapping[str, Held]] = []
+    ended, in_flight = by_an_async_engine(models.tiny("llama"), 400, 16, lambda done, held: seen.append(held))
     expected = [ending(number) for number in range(400)]
-    assert (ended["fails"], ended["left"] + ended["ends"], held) == (expected.count("fails"), 396, 0)
+    assert (ended["fails"], ended["left"] + ended["ends"], in_flight) == (expected.count("fails"), 396, 0)
+    assert left_over(seen[0], seen[-1]) == []

@@ -18,7 +18,7 @@ import insitu
 from insitu.engine.server.serve import parsed
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server, key_file
+from tests.engine.served import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 FORM_KEY, SHORT_KEY = "only forms for this", "short of everything"

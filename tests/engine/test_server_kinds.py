@@ -15,8 +15,8 @@ from vllm.lora.request import LoRARequest
 
 import insitu
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of, own_engine
+from tests.engine.served import Server
 from tests.engine.test_lora import RANK, write_adapter
-from tests.engine.test_server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engine.helpers import PROMPT
-from tests.engine.test_server import Server, key_file
+from tests.engine.served import Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 ONE_KEY = "one at a time for this"

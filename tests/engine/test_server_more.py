@@ -18,11 +18,13 @@ import pytest
 
 import insitu
 from insitu.net import CONTENT_TYPE, CodeSource, InvokeRequest, Progress, TraceRequest, encode_frame
+from tests.engine import served
 from tests.engine.helpers import PROMPT
-from tests.engine.test_server import KEY, Server, key_file
+from tests.engine.served import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 RESTRICTED = "a key for restricted blocks"
+model = served.model
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +33,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server("--api-key", KEY, "--insitu-keys", file, "--trust-code")
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def model(server: Server) -> Any:
-    return insitu.connect(server.url, KEY)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import torch
 import insitu
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.test_server import KEY, Server
+from tests.engine.served import KEY, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 READ = {"do": "read", "at": "resid_post[2]", "as": "rows"}

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import insitu
-from benchmarks.load import settled
 from tests import models
+from tests.engine import served
 from tests.engine.helpers import at_once
-from tests.engine.test_server import KEY, Server
+from tests.engine.served import KEY, Server
 from tests.gpu import ranks
 from tests.gpu.ranks import VOCABULARY, largest_difference
 
@@ -38,6 +38,7 @@ SERVED = (
     "--data-parallel-size", "2", "--trust-code", "--api-key", KEY, "--dtype", "bfloat16", "--no-enforce-eager",
     "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**30), "--max-num-seqs", "320",
 )  # fmt: skip
+model, nothing_is_left = served.model, served.nothing_is_left
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +62,6 @@ def server(folder: str, one: Any) -> Iterator[Server]:
     made = Server(*SERVED, folder=folder, environment={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def model(server: Server) -> Any:
-    return insitu.connect(server.url, KEY)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "model" in request.fixturenames:
-        model = request.getfixturevalue("model")
-        model.clear_edits()
-        assert settled(model.in_flight) == 0
 
 
 def block(model: Any, tracer: Any) -> Any:

@@ -41,6 +41,11 @@ def tag_of(sampling_params: Any) -> Tag | None:
     return Tag(**{**found, "edits": tuple(found["edits"])}) if found else None
 
 
+def has_tag(sampling_params: Any) -> bool:
+    """Whether blocks run beside a request, or it is refused."""
+    return _found(sampling_params) is not None
+
+
 def is_whole(sampling_params: Any) -> bool:
     """Whether a request has blocks that must see its prompt whole."""
     return bool((found := _found(sampling_params)) and found["whole"])

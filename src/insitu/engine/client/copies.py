@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
@@ -160,7 +160,7 @@ class Copies:
         loads = [jobs[copy] + requests[core] for copy, core in enumerate(self._core.core_engines)]
         return loads.index(min(loads))
 
-    def _forget(self, keys: Any) -> None:
+    def _forget(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._at.pop(key, None)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -31,21 +32,24 @@ from insitu.run.stage_leader import StageLeader
 from insitu.run.tapped import TappedInterleaver
 from insitu.run.tapped_ranks import TappedFollower
 
+Method = Callable[..., Any]
+
 
 class Adapter:
-    """Drives a host from one model runner, by wrapping the methods ``METHODS`` of that instance.
+    """Drives a host from one model runner, by standing in for methods of that instance: for ``execute_model``
+    always, and for ``METHODS`` and the model's ``MODEL_METHODS`` in steps in which the host has anybody's blocks.
 
     Each is replaced by the adapter's method of the same name, which gets the original first.
     """
 
     METHODS: ClassVar[tuple[str, ...]] = ()
+    MODEL_METHODS: ClassVar[tuple[str, ...]] = ("compute_logits",)
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         model = runner.get_model()
-        self._compute_logits: Callable[..., Any] = model.compute_logits
         safe_ids = min(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
-        self.interleaver: Interleaver = interleaver_of(runner, model, self._compute_logits, safe_ids)
+        self.interleaver: Interleaver = interleaver_of(runner, model, model.compute_logits, safe_ids)
         one = self.interleaver
         self.host: Host | FollowingHost = (
             FollowingHost(one) if isinstance(one, (Follower, StageFollower)) else Host(one)
@@ -64,9 +68,10 @@ class Adapter:
         self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Settled, dict[Any, Rows]]] = {}
         self.scored: torch.Tensor | None = None
         """This step's logits as sampling gets them."""
-        for name in self.METHODS:
-            setattr(runner, name, _Wrapped(getattr(self, name), getattr(runner, name)))
-        model.__dict__["compute_logits"] = self.compute_logits
+        self._in_traced_steps = [_StandIn(model, name, getattr(self, name)) for name in self.MODEL_METHODS]
+        self._in_traced_steps += [_StandIn(runner, name, getattr(self, name)) for name in self.METHODS]
+        self.stands_in: bool = False
+        _StandIn(runner, "execute_model", self.execute_model).put()
 
     @contextmanager
     def _as_in_forward(self, given: Any) -> Iterator[None]:
@@ -79,11 +84,21 @@ class Adapter:
     @classmethod
     def fits(cls, runner: Any) -> bool:
         """Whether ``runner`` is of the kind that this adapter knows."""
-        return all(hasattr(runner, name) for name in cls.METHODS)
+        return all(hasattr(runner, name) for name in ("execute_model", *cls.METHODS))
+
+    def execute_model(self, original: Method, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
     def begin(self, scheduled: Any) -> None:
         """Takes in what vLLM's scheduler says of this step, and runs blocks up to where they wait."""
         self._admit(scheduled)
+        if self.stands_in == self.host.is_idle:
+            self._turn()
+        if not self.stands_in:  # the step is vLLM's alone
+            self.host.plain_steps += bool(scheduled.total_num_scheduled_tokens)
+            return
+        self.host.preempted(scheduled.preempted_req_ids or ())
+        self.host.preempted(scheduled.scheduled_cached_reqs.resumed_req_ids)
         self.host.begin()
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
         leaders = self.host.company.leaders(scheduled.num_scheduled_tokens)
@@ -101,6 +116,14 @@ class Adapter:
         self.host.tapped_steps += self.tapped
         plain = not self.waits_in_forward and not self.tapped
         self.host.plain_steps += bool(scheduled.total_num_scheduled_tokens) and plain
+
+    def _turn(self) -> None:
+        self.stands_in = not self.stands_in
+        for each in self._in_traced_steps:
+            (each.put if self.stands_in else each.take_off)()
+        if not self.stands_in:
+            self.runs, self.traced, self.waits_in_forward, self.tapped = {}, False, False, False
+            self.interleaver.idle()
 
     def begin_here(self, scheduled: Any) -> None:
         """A later stage has begun already, before it waited for what the one before it computes."""
@@ -141,8 +164,6 @@ class Adapter:
         self.host.eager_steps += 1
 
     def _admit(self, scheduled: Any) -> None:
-        self.host.preempted(scheduled.preempted_req_ids or ())
-        self.host.preempted(scheduled.scheduled_cached_reqs.resumed_req_ids)
         for new in scheduled.scheduled_new_reqs:
             if tag := tag_of(new.sampling_params):
                 tokens = scheduled.num_scheduled_tokens[new.req_id]
@@ -187,13 +208,13 @@ class Adapter:
         """The requests of this step in the order of their rows, known once the forward begins."""
         raise NotImplementedError
 
-    def compute_logits(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def compute_logits(self, original: Method, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._expects_logits:
             # Prompt log-probabilities ask for logits too, after the step's own and of other rows.
-            return self._compute_logits(hidden, *args, **kwargs)
+            return original(hidden, *args, **kwargs)
         self._expects_logits = False
         self.interleaver.rows = self.request_rows(self.order(), hidden.shape[0])
-        logits = self._compute_logits(hidden, *args, **kwargs)
+        logits = original(hidden, *args, **kwargs)
         self.scored = logits if logits is None else self.interleaver.logits(logits)
         return self.scored
 
@@ -240,15 +261,25 @@ class Adapter:
             output.insitu_ended, output.insitu_released = self.host.after_step(self.runs)
 
 
-class _Wrapped:
-    """A method of the runner's instance, with the original handed to its replacement."""
+class _StandIn:
+    """What is called in place of a method of one object, and gets the original first."""
 
-    def __init__(self, replacement: Callable[..., Any], original: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any, name: str, replacement: Method) -> None:
+        self._owner = owner
+        self._name = name
         self._replacement = replacement
-        self._original = original
+        self._before: Method | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._replacement(self._original, *args, **kwargs)
+    def put(self) -> None:
+        names = vars(self._owner)
+        self._before = names.get(self._name)
+        names[self._name] = partial(self._replacement, getattr(self._owner, self._name))
+
+    def take_off(self) -> None:
+        if self._before is None:
+            del vars(self._owner)[self._name]
+        else:
+            vars(self._owner)[self._name] = self._before
 
 
 def _prompt_length(new: Any) -> int:

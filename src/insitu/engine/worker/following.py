@@ -39,6 +39,10 @@ class FollowingHost:
                         del self._live[request]
                         self._left.discard(request)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
     def admit(self, new: New) -> None:
         request, tag = new.request, new.tag
         if request in self._live:

@@ -191,6 +191,11 @@ class Host:
 
     # -- the runner's side ----------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no blocks that a step could concern."""
+        return not self._live and not self._new
+
     def admit(self, new: New) -> None:
         """A request whose runs begin in this step."""
         if new.request not in self._live:  # the V2 runner announces resumed requests once more

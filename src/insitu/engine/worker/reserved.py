@@ -43,10 +43,6 @@ class Reserved:
         for request in requests:
             self._needs.pop(request, None)
 
-    def keep_only(self, known: Iterable[str]) -> None:
-        """Forgets requests that the scheduler no longer has."""
-        self.release(self._needs.keys() - set(known))
-
     def need(self, request: Request) -> int:
         """How many blocks are kept for a request."""
         return self._needs.get(request.request_id, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +9,8 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 from insitu.engine.taps.install import without_one_graph
-from insitu.engine.worker.adapter import Adapter
+from insitu.engine.worker.adapter import Adapter, Method
 from insitu.run import BlockRun, Rows
-
-Method = Callable[..., Any]
 
 
 class V1Adapter(Adapter):
@@ -21,20 +18,18 @@ class V1Adapter(Adapter):
     ``_model_forward``."""
 
     METHODS: ClassVar[tuple[str, ...]] = (
-        "execute_model",
         "_determine_batch_execution_and_padding",
         "_model_forward",
         "_sample",
         "sample_tokens",
     )
 
+    MODEL_METHODS: ClassVar[tuple[str, ...]] = ("compute_logits", "embed_input_ids")
+
     scored: torch.Tensor | None
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        model = runner.get_model()
-        self._embed_input_ids: Method = model.embed_input_ids
-        model.__dict__["embed_input_ids"] = self.embed_input_ids
         self._scheduled: dict[str, int] = {}
         self._embedded_ahead = False
 
@@ -43,6 +38,8 @@ class V1Adapter(Adapter):
 
     def execute_model(self, original: Method, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         self.begin_here(scheduled)
+        if not self.stands_in:
+            return original(scheduled, *args, **kwargs)
         self._scheduled = scheduled.num_scheduled_tokens
         self._embedded_ahead = False
         try:
@@ -56,14 +53,14 @@ class V1Adapter(Adapter):
         self.end_forward()
         return output
 
-    def embed_input_ids(self, *args: Any, **kwargs: Any) -> Any:
+    def embed_input_ids(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         """Where prompts may hold images or embeddings, vLLM embeds tokens ahead of the forward."""
         if not self.waits_in_forward or not self._scheduled or self._embedded_ahead:
-            return self._embed_input_ids(*args, **kwargs)
+            return original(*args, **kwargs)
         self._embedded_ahead = True
         self.interleaver.open(self._embedded_rows())
         with self.interleaver.inside(self.interleaver.anatomy.embeds):
-            return self._embed_input_ids(*args, **kwargs)
+            return original(*args, **kwargs)
 
     def _embedded_rows(self) -> dict[BlockRun, Rows]:
         """The runs' rows among the tokens that are embedded; none for prompts that are given as embeddings."""

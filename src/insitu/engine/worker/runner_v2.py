@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
@@ -15,9 +15,7 @@ import torch
 from vllm.forward_context import set_forward_context
 
 from insitu.engine.taps.install import without_one_graph
-from insitu.engine.worker.adapter import Adapter
-
-Method = Callable[..., Any]
+from insitu.engine.worker.adapter import Adapter, Method
 
 _EAGER = {"need_eager": True, "skip_compiled": True}
 _PIECES = {"uniform_token_count": None}
@@ -32,7 +30,7 @@ class V2Adapter(Adapter):
     wrapped in its module, once, and ask whether the step at hand is an eager one.
     """
 
-    METHODS: ClassVar[tuple[str, ...]] = ("execute_model", "prepare_inputs", "sample", "sample_tokens")
+    METHODS: ClassVar[tuple[str, ...]] = ("prepare_inputs", "sample", "sample_tokens")
 
     scored: torch.Tensor | None
 
@@ -56,6 +54,8 @@ class V2Adapter(Adapter):
         if kwargs.get("dummy_run"):
             return original(scheduled, *args, **kwargs)
         self.begin_here(scheduled)
+        if not self.stands_in:
+            return original(scheduled, *args, **kwargs)
         try:
             with _step(self._path()), self.eager_kernels() if self.waits_in_forward else nullcontext():
                 output = original(scheduled, *args, **kwargs)
@@ -151,7 +151,8 @@ def _let_steps_choose(home: ModuleType, name: str) -> None:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        switches = {key: value for key, value in _switches.get().items() if key in signature.parameters}
+        asked = _switches.get()
+        switches = {key: value for key, value in asked.items() if key in signature.parameters} if asked else asked
         if not switches:
             return function(*args, **kwargs)
         call = signature.bind(*args, **kwargs)

@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from insitu.engine.job import BY_BLOCK
-from insitu.engine.tag import is_whole
+from insitu.engine.tag import has_tag, is_whole
 from insitu.engine.worker.reserved import Reserved
 
 _NEVER_PREEMPTED = -(2**31)
@@ -36,14 +36,19 @@ class TracedScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reserved = Reserved(self.kv_cache_manager, self.max_model_len)
+        self._with_blocks: set[str] = set()
 
     def add_request(self, request: Request) -> None:
-        self._reserved.add(request)
+        if has_tag(request.sampling_params):
+            self._with_blocks.add(request.request_id)
+            self._reserved.add(request)
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._reserved:
-            self._reserved.keep_only(self.requests)
+        if not self._with_blocks:
+            return super().schedule(*args, **kwargs)
+        self._with_blocks -= self.finished_req_ids
+        self._reserved.release(self.finished_req_ids)
         if not self._reserved:  # none of those here is to be whole, or to keep anything
             return super().schedule(*args, **kwargs)
         self._put_victims_last()
@@ -108,6 +113,8 @@ class TracedScheduler(Scheduler):
         return self._is_blocked_waiting_status(request.status) or stale > 0
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        if not self._with_blocks:
+            return super().update_from_output(scheduler_output, model_runner_output)
         self._reserved.release(getattr(model_runner_output, "insitu_released", ()))
         ended = getattr(model_runner_output, "insitu_ended", ())
         if not ended:  # vLLM asks for the method once a request: its own costs less
