@@ -289,7 +289,7 @@ def test_a_stage_that_fails_leaves_nobody_waiting(engines: Any) -> None:
 
 
 def test_what_there_is_not_is_refused_by_name() -> None:
-    for beside in ({"tensor_parallel_size": 2}, {"enable_lora": True}, {"taps": ["resid_post"]}):
+    for beside in ({"tensor_parallel_size": 2}, {"taps": ["resid_post"]}):
         (name,) = beside
         with pytest.raises(insitu.ArgumentError, match=f"`pipeline_parallel_size`.*`{name}`"):
             insitu.VLLM("some/model", pipeline_parallel_size=2, dispatch=True, **beside)
