@@ -2,8 +2,9 @@
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 PYTEST := $(BIN)/python -m pytest
-JOBS ?= 1
-SIDE_BY_SIDE := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
+# Two processes of tests where there is memory for both, engines included.
+JOBS ?= $(shell awk '/MemAvailable/ {print ($$2 > 16000000) ? 2 : 1}' /proc/meminfo 2>/dev/null || echo 1)
+SIDE_BY_SIDE := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 .PHONY: help setup demo test test-ranks test-stages test-fast bench docs docs-output lint clean
 .DEFAULT_GOAL := help
@@ -26,7 +27,7 @@ $(STAMP): pyproject.toml tools/setup_venv.py
 demo: setup  ## a walkthrough with a small real model on the CPU
 	@$(BIN)/python -m insitu.walkthrough
 
-test: setup lint  ## everything that needs no GPU (JOBS=2: two processes, of up to 8 GB each, engines included)
+test: setup lint  ## everything that needs no GPU (JOBS=1: in one process)
 	@$(PYTEST) -m "not gpu" $(SIDE_BY_SIDE)
 	@$(MAKE) --no-print-directory test-ranks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 # Before anything imports vLLM, which reads them once.
 os.environ.update(
@@ -14,7 +15,11 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     OMP_WAIT_POLICY="PASSIVE",  # spinning threads make everything several times slower on a busy machine
 )
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of models this small more of them take time from each other
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # vLLM does not look whether another process is writing what it has compiled.
+    os.environ.setdefault("VLLM_CACHE_ROOT", os.path.expanduser(f"~/.cache/vllm/{worker}"))
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,8 +76,17 @@ def keep_imports() -> None:
     gc.freeze = gc.unfreeze = lambda: None
 
 
+def look_at_models_here() -> None:
+    """vLLM looks at a class of models that it has not met on this machine in a process of its own, lest that
+    touches a GPU: ten seconds of imports for each of fifty architectures."""
+    registry = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is not None:
+        vars(registry)["_run_in_subprocess"] = lambda function: function()
+
+
 def pytest_collection_finish() -> None:
     keep_imports()
+    look_at_models_here()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,6 +96,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="is about an engine in the process of its client"))
         if kind == "two-ranks" and "smollm2" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.skip(reason="the nine heads of SmolLM2 can't be split over two ranks"))
+
+
+@pytest.fixture(scope="module")
+def several_threads() -> Iterator[None]:
+    """For tests of what is equal to the bit: how kernels round depends on how they share the work."""
+    import torch
+
+    before = torch.get_num_threads()  # its setter is replaced by vLLM's, which does nothing
+    torch._C.set_num_threads(max(2, before))
+    yield
+    torch._C.set_num_threads(before)
 
 
 class Engines:

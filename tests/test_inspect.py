@@ -33,7 +33,10 @@ def evaluated(tmp_path: Path, solver: Any = None, **settings: Any) -> Any:
         scorer=includes(),
         config=GenerateConfig(temperature=0.0, max_tokens=12),
     )
-    (log,) = evaluate(task, model=model, log_dir=str(tmp_path), display="none")
+    try:
+        (log,) = evaluate(task, model=model, log_dir=str(tmp_path), display="none")
+    finally:
+        model.api.close()
     return log
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 import insitu
 from tests.architectures.configs import ARCHITECTURES
@@ -24,11 +23,8 @@ def params(names: list[str]) -> list[Any]:
 def engine(engines: Any, name: str, dtype: str) -> Iterator[Any]:
     oracle(name)  # before vLLM may change transformers' classes
     settings = {"dtype": dtype, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 32}
-    threads = torch.get_num_threads()
     with insitu.VLLM(tiny(name), dispatch=True, **settings) as model:
-        torch.set_num_threads(1)  # for tensors this small more threads only wait for each other
         yield model
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="package", params=params(list(ARCHITECTURES)))

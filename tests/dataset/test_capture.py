@@ -38,8 +38,7 @@ def assert_same(one: Captured, other: Captured) -> None:
     for shard in set(one.index["shard"].to_pylist()):
         mine, theirs = load_file(str(one.folder / shard)), load_file(str(other.folder / shard))
         assert mine.keys() == theirs.keys()
-        for place, value in mine.items():
-            torch.testing.assert_close(value, theirs[place], rtol=0, atol=1e-5)
+        assert all(value.equal(theirs[place]) for place, value in mine.items())
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def test_values_are_those_of_transformers_wherever_the_data_comes_from(
 
 
 def test_plain_safetensors_and_pyarrow_read_it(model: Any, folder: str, texts: list[str], tmp_path: Path) -> None:
-    capture(model, texts, at="resid_post[1]", out=tmp_path / "out", shard_bytes=1)
+    capture(model, texts, at="resid_post[1]", out=tmp_path / "out")
     index = pq.read_table(tmp_path / "out" / "shard-00000.parquet").to_pylist()
     tensors = load_file(str(tmp_path / "out" / "shard-00000.safetensors"))
     row = index[3]
@@ -196,14 +195,52 @@ def test_loaders_get_prompts_and_rows(model: Any, folder: str, texts: list[str],
     assert [row.id for row in two] == ["0", "1"]
 
 
+def files(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def prompts_and_bytes(folder: Path) -> list[tuple[int, int]]:
+    """Of each shard."""
+    return [
+        (len(set(pq.read_table(file)["number"].to_pylist())), sum(value.nbytes for value in values.values()))
+        for file in sorted(folder.glob("shard-*.parquet"))
+        for values in [load_file(str(file.with_suffix(".safetensors")))]
+    ]
+
+
+@pytest.mark.parametrize("window_tokens", [None, 40])
+def test_a_shard_is_as_large_as_was_said(
+    model: Any, folder: str, texts: list[str], tmp_path: Path, window_tokens: int | None
+) -> None:
+    settings: dict[str, Any] = {"at": "resid_post[1:3]", "window_tokens": window_tokens}
+    each = [len(models.encode(folder, text)) * 2 * 128 * 4 for text in texts]
+    most = 2 * max(each)
+    assert capture(model, texts, out=tmp_path, shard_bytes=most, dry_run=True, **settings).shards > 3
+    capture(model, texts, out=tmp_path, shard_bytes=most, **settings)
+    shards = prompts_and_bytes(tmp_path)
+    assert sum(size for _, size in shards) == sum(each)
+    ends = [sum(count for count, _ in shards[:number]) for number in range(1, len(shards) + 1)]
+    for (_, size), end in zip(shards, ends, strict=True):
+        assert size <= most
+        assert end == len(texts) or size + each[end] > most
+    assert capture(model, texts, out=tmp_path / "dry", shard_bytes=most, dry_run=True, **settings).shards == len(shards)
+
+
+def test_a_prompt_larger_than_a_shard_has_one_of_its_own(model: Any, texts: list[str], tmp_path: Path) -> None:
+    capture(model, texts, at="resid_post[1]", out=tmp_path, shard_bytes=1)
+    assert [count for count, _ in prompts_and_bytes(tmp_path)] == [1] * len(texts)
+
+
 # -- stopped and gone on with -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stopped_at", range(1, 6))
+@pytest.mark.parametrize("shard_bytes", [3000, 10_000, 30_000])
+@pytest.mark.parametrize("stopped_at", range(1, 5))
 def test_goes_on_where_it_was_stopped(
-    model: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
+    model: Any, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int, shard_bytes: int
 ) -> None:
-    whole = capture(model, texts, at="resid_post[1:3]", out=tmp_path / "whole", shard_bytes=10_000, window_tokens=30)
+    settings: dict[str, Any] = {"at": "resid_post[1:3]", "shard_bytes": shard_bytes, "window_tokens": 40}
+    whole = capture(model, texts, out=tmp_path / "whole", **settings)
     ran: list[int] = []
     run = type(model).run
 
@@ -216,13 +253,14 @@ def test_goes_on_where_it_was_stopped(
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "run", stopped)
         with pytest.raises(KeyboardInterrupt):
-            capture(model, texts, at="resid_post[1:3]", out=tmp_path / "out", shard_bytes=10_000, window_tokens=30)
+            capture(model, texts, out=tmp_path / "out", **settings)
     with pytest.raises(CaptureError, match="not complete"):
         Captured(tmp_path / "out")
-    (tmp_path / "out" / "shard-00099.safetensors.partial").write_bytes(b"half")
-    again = capture(model, texts, at="resid_post[1:3]", out=tmp_path / "out", shard_bytes=10_000, window_tokens=30)
+    (tmp_path / "out" / ".partial").mkdir()
+    (tmp_path / "out" / ".partial" / "shard-00099.safetensors").write_bytes(b"half")
+    again = capture(model, texts, out=tmp_path / "out", **settings)
     assert_same(again, whole)
-    assert not list((tmp_path / "out").glob("*.partial"))
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_going_on_tokenises_and_runs_only_what_is_left(

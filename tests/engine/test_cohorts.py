@@ -16,7 +16,7 @@ from insitu import VLLM
 from insitu.engine.worker.host import Host
 from tests.models import LAYERS
 
-pytestmark = pytest.mark.in_process  # other engines run each block alone
+pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("several_threads")]  # other engines run each block alone
 
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 9, 9], [1, 2, 3, 4, 5, 6], [7, 8, 9], [11, 12, 13, 14, 15, 16, 17]]
 GREEDY = {"temperature": 0.0, "max_tokens": 2}

@@ -14,7 +14,7 @@ from tests.engine.helpers import completed, enqueue
 from tests.engine.test_abort import before_steps
 from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, host_of, same
 
-pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("no_edits_left")]
+pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("no_edits_left", "several_threads")]
 
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 _DRAWN = random.Random(0)

@@ -14,7 +14,7 @@ from insitu import VLLM, NotReachedError
 from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, same, trace_of
 from tests.models import LAYERS
 
-pytestmark = pytest.mark.in_process  # other engines run each block alone
+pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("several_threads")]  # other engines run each block alone
 
 STEPS = 5
 GREEDY = {"temperature": 0.0, "max_tokens": STEPS}

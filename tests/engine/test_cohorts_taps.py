@@ -28,7 +28,7 @@ from tests.engine.test_cohorts_steps import (
     steers_every_step,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_process]
+pytestmark = [pytest.mark.slow, pytest.mark.in_process, pytest.mark.usefixtures("several_threads")]
 
 
 @pytest.fixture(params=["between pieces", "recorded"])

@@ -14,7 +14,7 @@ from tests.engine.helpers import completed, difference, enqueue, own_engine, pla
 from tests.engine.locations import tensors_in
 from tests.models import LAYERS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("several_threads")]
 
 # A Llama layer's places in the order of the forward.
 PLACES = [

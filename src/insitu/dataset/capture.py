@@ -58,10 +58,11 @@ def capture(
     autoencoder), ``"FILE.py:NAME"``. ``truncate``: prompts are cut to
     so many tokens.
 
-    Shards have at most ``shard_bytes``, unless one window of prompts that run together has more; a shard is held in
-    memory until it is written. A window has ``window_tokens``, or as many as make 256 MiB (1024 to 65536). Run again
-    after it was stopped, killed or ran out of disk, the same capture goes on with its next shard, and what comes out
-    is what one run would have written. A prompt without tokens is in the index, with no rows.
+    Shards have at most ``shard_bytes`` of values, unless one prompt has more; a shard is held in memory until it is
+    written. Prompts run together by windows of ``window_tokens``, or as many as make 256 MiB (1024 to 65536), and of
+    at most 2048 prompts. Run again after it was stopped, killed or ran out of disk, the same capture goes on with the
+    window in which its last shard ends, and what comes out is what one run would have written. A prompt without tokens
+    is in the index, with no rows.
 
     ``ray``: the address of a Ray cluster (``"auto"``, ``"local"`` for one of this machine alone). ``workers`` engines
     (one for each GPU, or one) then share the work; each is built where it runs, of a ``model`` whose engine is not

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,10 +95,10 @@ class Plan:
     def estimate(self, shard_bytes: int) -> Estimate:
         prompts = tokens = size = 0
         shards, held = 0, 0
-        for window in self._windows(iter(self._tokens)):
-            prompts += len(window)
-            tokens += sum(len(one.ids) for one in window)
-            more = sum(self._bytes(one) for one in window)
+        for one in self._tokens:
+            prompts += 1
+            tokens += len(one.ids)
+            more = self._bytes(one)
             size += more
             if held and held + more > shard_bytes:
                 shards, held = shards + 1, 0
@@ -110,7 +111,7 @@ class Plan:
             if next(rest, None) is not None:
                 raise CaptureError(f"the capture is complete with {store.committed} prompts, and this data has more")
             return
-        with Progress(self._tokens.prompts, store.committed, progress) as bar, ThreadPoolExecutor(1) as writer:
+        with Progress(self._tokens.prompts, store.start, progress) as bar, ThreadPoolExecutor(1) as writer:
             writing: Future[None] | None = None
             for window in self._windows(rest):
                 entries = self._entries(window)
@@ -126,7 +127,7 @@ class Plan:
     # -- prompts --------------------------------------------------------------------------
 
     def _windows(self, rest: Iterator[Tokenised]) -> Iterator[list[Tokenised]]:
-        """Prompts that run together: as many as fill a window, so that a shard always begins with a new one."""
+        """Prompts that run together: as many as fill a window."""
         window: list[Tokenised] = []
         tokens = 0
         for one in rest:
@@ -139,17 +140,19 @@ class Plan:
             yield window
 
     def _rest(self, store: Store) -> Iterator[Tokenised]:
-        """What is not committed yet. The last that is committed is to be the one that the data has there."""
+        """What is not committed yet, from the start of its window on, so that it runs in the company that it would
+        have had. The last that is committed is to be the one that the data has there."""
         if not store.committed:
             return iter(self._tokens)
-        rest = self._tokens.after(store.committed - 1)
-        last = next(rest, None)
-        if last is None or (last.prompt.id, last.ids) != store.last():
+        first = min(store.start, store.committed - 1)
+        rest = self._tokens.after(first)
+        written = list(islice(rest, store.committed - first))
+        if first + len(written) < store.committed or (written[-1].prompt.id, written[-1].ids) != store.last():
             raise CaptureError(
                 f"prompt {store.committed - 1} of this data is not the one that the capture has there: it was made of "
                 f"other data, or with another tokenizer. Give another `out`"
             )
-        return rest
+        return chain(written[store.start - first :], rest)
 
     # -- running --------------------------------------------------------------------------
 

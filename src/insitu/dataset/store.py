@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ INDEX = pa.schema(
         ("prompt_tokens", pa.int32()),
     ]
 )
-_PARTIAL = ".partial"
+_BEGUN = b"insitu.begun"  # of an index: with how many of its last prompts those of the next shard ran together
+_PARTIAL = ".partial"  # a folder for what is being written: libraries have files of their own beside it
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,22 @@ class Store:
         self._shard_bytes = shard_bytes
         self._held: list[Entry] = []
         self._held_bytes = 0
+        self._again = 0
+        self.committed: int = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = locked(folder)
         self._manifest = self._begun(dict(arguments))
         self._tidy()
         indices = sorted(folder.glob("shard-*.parquet"))
         self._shards = len(indices)
-        self.committed: int = sum(_prompts_in(index) for index in indices)
+        self.committed = sum(_prompts_in(index) for index in indices)
+        if indices:
+            self._again = int((pq.read_schema(indices[-1]).metadata or {}).get(_BEGUN, 0))
+
+    @property
+    def start(self) -> int:
+        """The prompt to go on with: the first of the window that the next one belongs to."""
+        return self.committed - self._again
 
     @property
     def complete(self) -> bool:
@@ -86,12 +97,14 @@ class Store:
         return found["id"], found["tokens"][: found["prompt_tokens"]]
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """Entries that are not to be divided: those of one window. Commits what came before if it would be too much."""
-        size = sum(value.nbytes for entry in entries for value in entry.values)
-        if self._held and self._held_bytes + size > self._shard_bytes:
-            self._commit()
-        self._held += entries
-        self._held_bytes += size
+        """The entries of one window, of which those that an earlier run has committed are passed over."""
+        for number, entry in enumerate(entries[self._again :], self._again):
+            size = sum(value.nbytes for value in entry.values)
+            if self._held and self._held_bytes + size > self._shard_bytes:
+                self._commit(number)
+            self._held.append(entry)
+            self._held_bytes += size
+        self._again = 0
 
     def finish(self) -> None:
         """Commits what is left and says in the manifest that nothing is missing."""
@@ -105,7 +118,8 @@ class Store:
 
     # -- shards ---------------------------------------------------------------------------
 
-    def _commit(self) -> None:
+    def _commit(self, begun: int = 0) -> None:
+        """``begun``: how many of the last prompts ran together with those that come now."""
         name = _name(self._shards)
         tensors, rows = {}, []
         for number, place in enumerate(self._places):
@@ -120,7 +134,7 @@ class Store:
                 start += count
         with self._space(name):
             self._replace(f"{name}.safetensors", lambda file: save_file(tensors, file))
-            table = pa.Table.from_pylist(rows, schema=INDEX)
+            table = pa.Table.from_pylist(rows, schema=INDEX.with_metadata({_BEGUN: str(begun)}))
             self._replace(f"{name}.parquet", lambda file: pq.write_table(table, file, compression="zstd"))
         self._shards += 1
         self.committed += len(self._held)
@@ -153,7 +167,7 @@ class Store:
                 raise
             self._tidy()
             raise CaptureError(
-                f"the disk is full: {name} ({self._held_bytes / 2**20:.0f} MiB) could not be written to "
+                f"the disk is full: {name} ({self._held_bytes / 2**20:.1f} MiB) could not be written to "
                 f"{self._folder}. The {self.committed} prompts before it are safe: make room and run the same capture "
                 f"again, which goes on there"
             ) from error
@@ -184,11 +198,11 @@ class Store:
 
     def _write_manifest(self) -> None:
         text = json.dumps(self._manifest, indent=2) + "\n"
-        self._replace(MANIFEST, lambda file: file.write_text(text))
+        with self._space(MANIFEST):
+            self._replace(MANIFEST, lambda file: file.write_text(text))
 
     def _tidy(self) -> None:
-        for file in self._folder.glob(f"*{_PARTIAL}"):
-            file.unlink()
+        shutil.rmtree(self._folder / _PARTIAL, ignore_errors=True)
         for shard in self._folder.glob("shard-*.safetensors"):
             if not shard.with_suffix(".parquet").exists():
                 shard.unlink()
@@ -218,11 +232,15 @@ def _require_alike(place: str, values: Sequence[torch.Tensor]) -> None:
 
 def put(folder: Path, name: str, write: Callable[[Path], Any]) -> None:
     """A file that is there as a whole or not at all, after a loss of power too."""
-    partial = folder / (name + _PARTIAL)
+    scratch = folder / _PARTIAL
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    partial = scratch / name
     write(partial)
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, folder / name)
+    scratch.rmdir()
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
