@@ -89,4 +89,12 @@ def test_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     declared = re.search(r'"(.+)"', (ROOT / "src/insitu/_version.py").read_text())
     assert declared
     assert done.stdout.startswith(f"{declared[1]} set()"), done.stdout
-    assert (tmp_path / "env" / "bin" / "insitu").exists()
+    capture = ["capture", "--model", "some/model", "--data", "x.txt", "--at", "resid_post", "--out", "out"]
+    for command in (["check", "some/model"], ["serve", "some/model"], capture):
+        done = subprocess.run([python.parent / "insitu", *command], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2
+        told = rf"insitu {command[0]}: .* needs vLLM.*, and here `\w+` is missing: pip install 'insitu\[cpu[^\n]*\n"
+        assert re.fullmatch(told, done.stderr), done.stderr
+    code = "import insitu\ntry: insitu.capture\nexcept insitu.EngineError as error: print(error)"
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert "`torch` is missing: pip install 'insitu[cpu,capture]'" in done.stdout, done.stderr

@@ -34,6 +34,7 @@ from insitu.block import UnknownModuleError as UnknownModuleError
 from insitu.block import UnsavedWarning as UnsavedWarning
 from insitu.block import WriteError as WriteError
 from insitu.block import save as save
+from insitu.block.errors import needing as _needing
 from insitu.demo_model import demo_model as demo_model
 from insitu.engine.client.model import VLLM as VLLM
 from insitu.engine.remote.model import connect as connect
@@ -55,5 +56,6 @@ _WITH_TORCH = {
 
 def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:
-        return getattr(import_module(_WITH_TORCH[name]), name)
+        with _needing(f"insitu.{name} needs torch and more", "" if name == "Cache" else ",capture"):
+            return getattr(import_module(_WITH_TORCH[name]), name)
     raise AttributeError(f"module 'insitu' has no attribute {name!r}")

@@ -6,10 +6,11 @@ import argparse
 import ast
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from insitu.block import InsituError
+from insitu.block.errors import needing
 from insitu.dataset.arguments import add_capture
 
 
@@ -25,17 +26,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"]:
-        return _serve(given[1:])
+        return _told("serve", lambda: _serve(given[1:]))
     arguments, rest = parser.parse_known_args(given)
     # vLLM logs its whole configuration, which would drown what is to be seen.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if arguments.command == "demo":
-        return _demo(rest)
+        return _told("demo", lambda: _demo(rest))
     run = {"check": _check, "capture": _capture}[arguments.command]
+    return _told(arguments.command, lambda: run(arguments, _engine_args(rest, parser)))
+
+
+def _told(command: str, run: Callable[[], int]) -> int:
     try:
-        return run(arguments, _engine_args(rest, parser))
+        return run()
     except InsituError as error:
-        print(f"insitu {arguments.command}: {error}", file=sys.stderr)
+        print(f"insitu {command}: {error}", file=sys.stderr)
         return 2
 
 
@@ -64,22 +69,20 @@ def _check(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
 
 
 def _capture(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
-    from insitu.dataset.command import run
+    with needing("capturing a data set needs vLLM, pyarrow and more", ",capture"):
+        from insitu.dataset.command import run
 
     return run(arguments, engine_args)
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    from insitu.engine.server.plugin import require_known_server
+    with needing("serving a model needs vLLM"):
+        from insitu.engine.server.plugin import require_known_server
 
-    try:
-        require_known_server()
-        from insitu.engine.server.serve import serve
+    require_known_server()
+    from insitu.engine.server.serve import serve
 
-        serve(arguments)
-    except InsituError as error:
-        print(f"insitu serve: {error}", file=sys.stderr)
-        return 2
+    serve(arguments)
     return 0
 
 

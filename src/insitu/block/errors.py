@@ -26,6 +26,9 @@ All of them can be pickled and copied, with the attributes set on them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "ArgumentError",
     "BlockError",
@@ -139,6 +142,19 @@ class BlockError(InsituError, RuntimeError):
 
 class UnsavedWarning(UserWarning):
     """Something was changed in a block, and the change is lost because it was not saved."""
+
+
+@contextmanager
+def needing(what: str = "running a model needs vLLM", extra: str = "") -> Iterator[None]:
+    """What is imported within; ``EngineError``, saying what to install, where some of it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise EngineError(
+            f"{what}, and here `{missing}` is missing: pip install 'insitu[cpu{extra}]' for the CPU build, "
+            f"'insitu[cuda{extra}]' for NVIDIA GPUs"
+        ) from error
 
 
 def qualified_name(kind: type) -> str:

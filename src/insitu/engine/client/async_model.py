@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from insitu.block.errors import needing
 from insitu.block.tracebacks import async_user_lines, user_lines
 from insitu.engine.client.async_trace import AsyncTrace
-from insitu.engine.client.base_model import MISSING, BaseModel, needing_vllm, returned_by
+from insitu.engine.client.base_model import MISSING, BaseModel, returned_by
 from insitu.engine.client.edit import AsyncEditStatement, Edit, refuse_in_block
 from insitu.engine.client.invokes import merged_error
 from insitu.engine.client.prompts import are_several
@@ -92,7 +93,8 @@ class AsyncVLLM(BaseModel["AsyncEngine"]):
         self, prompts: Sequence[Any] | None = None, *, reference: bool = True, show: bool = True
     ) -> CheckReport:
         """As ``VLLM.check``, beside whatever else this engine does; of a model in several copies, of each."""
-        from insitu.engine.check.check import check
+        with needing():
+            from insitu.engine.check.check import check
         from insitu.engine.check.report import joined
         from insitu.engine.client.copies import only
         from insitu.engine.client.waited import Waited
@@ -156,7 +158,7 @@ class AsyncVLLM(BaseModel["AsyncEngine"]):
             await self._engine.clear(self._engine.installed)
 
     def _start(self) -> AsyncEngine:
-        return needing_vllm(_starter)(self._repo, self._engine_args, self._taps, self, self._workers)
+        return _starter()(self._repo, self._engine_args, self._taps, self, self._workers)
 
     def _listed(self, path: str, op: str) -> Listing | None:
         return None
@@ -164,6 +166,7 @@ class AsyncVLLM(BaseModel["AsyncEngine"]):
 
 def _starter() -> Any:
     # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
-    from insitu.engine.client.start_async import start_async
+    with needing():
+        from insitu.engine.client.start_async import start_async
 
     return start_async

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, Literal, TypeVar, overload
 
 from insitu.block import ArgumentError, EngineError, UnknownModuleError
@@ -176,15 +176,3 @@ def returned_by(returned: list[Any], error: BaseException | None, several: bool)
             error.add_note("A function's block needs no save: return the value, or write insitu.save(x).")
         raise error
     return returned if several else returned[0]
-
-
-def needing_vllm(start: Callable[[], Any]) -> Any:
-    """What ``start`` imports; ``EngineError``, saying what to install, without vLLM."""
-    try:
-        return start()
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        raise EngineError(
-            f"running a model needs vLLM, and here `{missing}` is missing: pip install 'insitu[cpu]' for the CPU "
-            f"build, 'insitu[cuda]' for NVIDIA GPUs"
-        ) from error

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from insitu.block import ArgumentError
+from insitu.block.errors import needing
 from insitu.block.tracebacks import user_lines
 from insitu.engine.client.async_model import AsyncVLLM
-from insitu.engine.client.base_model import MISSING, BaseModel, needing_vllm, returned_by
+from insitu.engine.client.base_model import MISSING, BaseModel, returned_by
 from insitu.engine.client.edit import Edit, EditStatement, refuse_in_block
 from insitu.engine.client.invokes import merged_error
 from insitu.engine.client.prompts import are_several
@@ -115,7 +116,7 @@ class VLLM(BaseModel["Engine"]):
 
     def _start(self) -> Engine:
         # Imported here: vLLM takes seconds to import, and a model that is only made does not pay for it.
-        engine = needing_vllm(_starter)(self._repo, self._engine_args, self._taps, self, self._workers)
+        engine = _starter()(self._repo, self._engine_args, self._taps, self, self._workers)
         if self._taps:
             _check_taps(engine, self._lock)
         return engine
@@ -242,14 +243,16 @@ class VLLM(BaseModel["Engine"]):
 
 
 def _starter() -> Any:
-    from insitu.engine.client.start import start
+    with needing():
+        from insitu.engine.client.start import start
 
     return start
 
 
 def _check(model: VLLM, reference: bool, prompts: Sequence[Any] | None) -> CheckReport:
     # Imported here, because it needs torch.
-    from insitu.engine.check.check import check
+    with needing():
+        from insitu.engine.check.check import check
 
     return check(model, model._running(), model.run, prompts, reference)
 
