@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ FOUND = Path(__file__).resolve().parent.parent.parent / "build" / "architectures
 
 
 def write_down(name: str, measured: dict[str, Any]) -> None:
-    found = json.loads(FOUND.read_text()) if FOUND.exists() else {}
-    found[name] = {**found.get(name, {}), **measured}
     FOUND.parent.mkdir(exist_ok=True)
-    FOUND.write_text(json.dumps(found, indent=1))
+    with FOUND.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # tests run in several processes
+        file.seek(0)
+        found = json.loads(file.read() or "{}")
+        found[name] = {**found.get(name, {}), **measured}
+        file.truncate(0)
+        file.write(json.dumps(found, indent=1))

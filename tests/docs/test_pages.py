@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ RUNNABLE = [page for page in pages.PAGES if pages.blocks(page)]
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[list[str]]]]:
-    """The pages that are asked for, two at a time: most of a page is the start of its engine, on one core."""
+    """The pages that are asked for, two processes of tests at a time: a page's engine starts on one core."""
     name = test_page_prints_what_it_shows.__name__
     chosen = [item.callspec.params["page"] for item in request.session.items if item.originalname == name]
     started = threading.local()
@@ -30,7 +31,8 @@ def running(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[list[s
             started.warm = processes.enter_context(Warm())
         return started.warm.run(page)
 
-    with ExitStack() as processes, ThreadPoolExecutor(2) as pool:
+    together = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    with ExitStack() as processes, ThreadPoolExecutor(together) as pool:
         yield {page: pool.submit(run, page) for page in chosen}
         pool.shutdown(cancel_futures=True)
 
