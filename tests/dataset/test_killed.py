@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests import models
 
-pytestmark = [pytest.mark.in_process, pytest.mark.slow]
+pytestmark = [pytest.mark.in_process, pytest.mark.slow, pytest.mark.timeout(900)]
 SHARD = 50_000  # ends within a window
 
 
