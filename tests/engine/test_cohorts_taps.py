@@ -199,8 +199,88 @@ def edits_logits(model: VLLM) -> Callable[[Any], Any]:
     return block
 
 
+def projects_out(model: VLLM) -> Callable[[Any], Any]:
+    unit = V / V.norm()
+
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            model.resid_post[0] *= 2
+            x = model.resid_post[0]
+            x += W
+            x -= (x @ unit).unsqueeze(-1) * unit
+            x = model.resid_post[1]
+            x[:] = x - 0.5 * (x @ unit)[..., None] * unit
+            seen.append(x)
+            x = model.resid_post[2]
+            x -= torch.outer(x @ unit, unit)
+            seen += [model.resid_post[3], model.logits[0]]
+        return seen
+
+    return block
+
+
+def projects_out_elsewise(model: VLLM) -> Callable[[Any], Any]:
+    unit = V / V.norm()
+
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            x = model.resid_post[0]
+            x[:] = -((x * unit).sum(-1, keepdim=True) * W - x)
+            mlp = model.model.layers[1].mlp.output
+            mlp[:] -= (mlp @ unit[:, None]) @ unit[None]
+            seen.append(mlp)
+            x = model.resid_post[2]
+            x[:] = x.float() - (x.float() @ W)[:, None] * unit / 8
+            x /= 2
+            seen += [x, model.resid_post[3], model.logits[0]]
+        return seen
+
+    return block
+
+
+def keeps_what_it_projects_out(model: VLLM) -> Callable[[Any], Any]:
+    unit = V / V.norm()
+
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            x = model.resid_post[1]
+            along = x @ unit
+            x -= along[:, None] * unit
+            seen.append(along / 64)  # products of long rows, in which rounding is as long
+            y = model.resid_post[2]
+            y += W
+            seen += [(y @ unit) / 64, (y * unit).sum(-1) / 64, model.logits[0]]
+        return seen
+
+    return block
+
+
+def projects_two_out(model: VLLM) -> Callable[[Any], Any]:
+    unit, other = V / V.norm(), W / W.norm()
+
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            x = model.resid_post[1]
+            x -= (x @ unit)[:, None] * unit
+            x -= (x @ other)[:, None] * other
+            y = model.resid_post[2]
+            without = y - (y @ unit)[:, None] * unit
+            y *= 2
+            y += without
+            seen += [model.resid_post[3], model.logits[0]]
+        return seen
+
+    return block
+
+
 IN_TABLES = [adds_and_keeps, edits_many_places, edits_an_output, edits_what_was_left, edits_logits]
-ELSE = [edits_a_part, replaces, edits_what_was_used, adds_what_it_saw_before, adds_the_place_before, leaves_the_taps]
+IN_TABLES += [projects_out, projects_out_elsewise, replaces]
+ELSE = [edits_a_part, edits_what_was_used, adds_what_it_saw_before, adds_the_place_before, leaves_the_taps]
+ELSE += [keeps_what_it_projects_out, projects_two_out]
 
 
 @pytest.mark.parametrize("made", [*BLOCKS, *IN_TABLES, *ELSE])
@@ -228,6 +308,43 @@ def test_tables_and_copies_are_enough_for_each_step(tapped: VLLM, made: Callable
         assert counts == [len(PROMPTS), 0]
         assert steps[0] <= 1  # the first, of which a table has no rows
         assert sum(steps) >= STEPS
+
+
+def own_directions(model: VLLM) -> Any:
+    with model.trace(temperature=0.0, ignore_eos=True, max_tokens=STEPS) as tracer:
+        for prompt, vector in zip(PROMPTS, OWN / OWN.norm(dim=-1, keepdim=True), strict=True):
+            with tracer.invoke(prompt):
+                seen = [].save()
+                for _ in tracer.iter[:]:
+                    model.resid_post[1] += vector * 0.5
+                    x = model.resid_post[1]
+                    x -= (x @ vector).unsqueeze(-1) * vector
+                    y = model.resid_post[2]
+                    y[:] = y - torch.outer(y @ vector, V)
+                    seen.append(model.resid_post[3][-1])
+                    seen.append(model.resid_post[3] @ vector / 64)
+                    seen.append(model.logits)
+    return seen
+
+
+def test_each_has_a_direction_of_its_own_taken_out(model: VLLM, llama: VLLM) -> None:
+    wanted, _ = alone_and_together(llama, lambda: own_directions(llama))
+    with counted(model) as counts:
+        alone, together = alone_and_together(model, lambda: own_directions(model))
+        again = own_directions(model)
+    assert counts == [2 * len(PROMPTS), 2 * len(PROMPTS)]
+    for found, what in ((alone, "alone"), (together, "together"), (again, "again")):
+        assert not isinstance(found, BaseException), found
+        assert_same(found, wanted, what)
+
+
+def test_directions_of_their_own_are_in_tables(tapped: VLLM) -> None:
+    with recorded(tapped):
+        own_directions(tapped), own_directions(tapped)
+        with stepped(tapped) as steps, counted(tapped) as counts:
+            own_directions(tapped)
+    assert counts == [len(PROMPTS), 0]
+    assert steps[0] <= 1
 
 
 def own_vectors(model: VLLM, lengths: list[int], stops: list[int] | None = None) -> Any:

@@ -163,10 +163,92 @@ def call_a_module(model: Any, tracer: Any) -> Any:
     return [model.unembed(model.apply_final_norm(model.resid_post[1])) for _ in tracer.iter[:]]
 
 
+def _direction(like: torch.Tensor, seed: int) -> torch.Tensor:
+    direction = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(seed))
+    return (direction / direction.norm()).to(like)
+
+
+def project_out(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        first = model.resid_post[0]
+        v = _direction(first, 0)
+        first -= (first @ v).unsqueeze(-1) * v
+        second = model.resid_post[1]
+        second[:] = second - (second @ v)[..., None] * v
+        third = model.resid_post[2]
+        third -= torch.outer(third @ v, v)
+        seen += [third, model.resid_post[3], model.logits]
+    return seen
+
+
+def project_out_in_other_words(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        x = model.resid_post[0]
+        v, w = _direction(x, 1), _direction(x, 2)
+        x *= 0.5
+        x += 3 * w
+        x[:] = -((x * v).sum(dim=-1, keepdim=True) * (v + w) / 2 - x)
+        x -= 1
+        mlp = model.model.layers[1].mlp.output
+        mlp.sub_(torch.matmul(mlp, v)[:, None] * v, alpha=0.75)
+        last = model.resid_post[2][-1]
+        last -= (last @ w) * w
+        stream = model.resid_post[3]
+        model.resid_post[3] = 2 * (stream @ v[:, None] @ v[None])
+        seen += [mlp, last, model.logits]
+    return seen
+
+
+def project_out_in_float(model: Any, tracer: Any) -> Any:
+    def without(rows: Any, v: Any) -> Any:
+        flat = rows.reshape(rows.shape[0], -1).float()
+        made = flat - 0.5 * (flat @ v)[:, None] * v
+        return made.reshape(rows.shape).to(rows.dtype)
+
+    seen = []
+    for _ in tracer.iter[:]:
+        rows = model.resid_post[1]
+        rows[:] = without(rows, _direction(rows, 3).float())
+        rows = model.resid_post[2]
+        rows[[-1]] = without(rows[[-1]], _direction(rows, 3).float())
+        seen += [rows, model.resid_post[3], model.logits]
+    return seen
+
+
+def keep_what_is_projected_out(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        stream = model.resid_post[1]
+        v = _direction(stream, 4)
+        along = stream @ v
+        stream -= along[:, None] * v
+        stream = model.resid_post[2]
+        projected = stream - (stream @ v)[:, None] * v
+        stream += 1
+        model.resid_post[2] = projected
+        seen += [along, projected, model.resid_post[3] @ v, model.logits]
+    return seen
+
+
+def project_out_twice(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        stream = model.resid_post[1]
+        v, w = _direction(stream, 5), _direction(stream, 6)
+        stream -= (stream @ v)[:, None] * v
+        stream -= (stream @ w)[:, None] * w
+        model.model.layers[2].output[0][:] -= (model.model.layers[2].output[1] @ v)[:, None] * v
+        seen += [model.resid_post[3], model.logits]
+    return seen
+
+
+IN_TABLES = [project_out, project_out_in_other_words, project_out_in_float]
 BLOCKS = [
     read_streams, read_modules, read_some_steps, record, add_in_place, add_to_a_part, scale_and_set, edit_and_keep,
     edit_then_look, edit_parts_and_their_sum, edit_twice, replace_output, replace_what_others_hold, leave_the_taps,
-    edit_at_one_step, call_a_module,
+    edit_at_one_step, call_a_module, *IN_TABLES, keep_what_is_projected_out, project_out_twice,
 ]  # fmt: skip
 
 
@@ -275,6 +357,22 @@ def test_engines_with_other_taps_do_not_mix(tapped: Any, engines: Any, llama: An
             before = model.stats().tapped_steps
             assert_same(model.run(block(model), PROMPTS[0], **SETTINGS), wanted, "resid_post[1]")
             assert model.stats().tapped_steps - before == 5
+
+
+@pytest.mark.parametrize("block", IN_TABLES, ids=name_of)
+@pytest.mark.parametrize("count", [1, 4])
+def test_tables_take_a_direction_out(tapped: Any, block: Block, count: int) -> None:
+    def steps() -> tuple[int, int]:
+        before = tapped.stats()
+        tapped.run(functools.partial(block, tapped), PROMPTS[:count], **SETTINGS)
+        after = tapped.stats()
+        return after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps
+
+    with recorded(tapped):
+        steps(), steps()
+        eager, at_taps = steps()
+    assert eager <= 1  # the first, of which a table has no rows
+    assert eager + at_taps >= SETTINGS["max_tokens"]
 
 
 def test_an_edit_by_promise_counts_as_one(tapped: Any) -> None:

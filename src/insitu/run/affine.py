@@ -9,30 +9,50 @@ import torch
 
 from insitu.run.indices import index_on
 
+_VECTORS = ("vector", "along", "onto")
+_FIELDS = (*_VECTORS, "scale", "weight", "bias", "turn")
+
 
 class Affine:
-    """``scale`` times the row, plus ``weight`` times ``vector``, plus ``bias``: what a block's edits come to."""
+    """What a block's edits of a row come to: ``scale`` times the row, plus ``turn`` times its product with ``along``
+    times ``onto``, plus ``weight`` times ``vector``, plus ``bias``."""
 
-    __slots__ = ("bias", "changed", "scale", "vector", "weight")
+    __slots__ = _FIELDS
 
-    def __init__(self) -> None:
+    def __init__(self, like: Affine | None = None) -> None:
         self.scale: float = 1.0
         self.vector: torch.Tensor | None = None
         self.weight: float = 1.0
         self.bias: float = 0.0
-        self.changed: bool = False
+        self.along: torch.Tensor | None = None
+        self.onto: torch.Tensor | None = None
+        self.turn: float = 0.0
+        if like is not None:
+            self.become(like)
+
+    def become(self, other: Affine) -> None:
+        for name in _FIELDS:
+            setattr(self, name, getattr(other, name))
 
     @property
-    def vectors(self) -> Sequence[torch.Tensor]:
-        return [] if self.vector is None else [self.vector]
+    def groups(self) -> tuple[Sequence[torch.Tensor], ...]:
+        """What is added, what the row is multiplied with and what that stretches: none, one, or one for each row."""
+        return tuple([] if each is None else [each] for each in (self.vector, self.along, self.onto))
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        return [vector for group in self.groups for vector in group]
+
+    @property
+    def factors(self) -> tuple[float, float, float, float]:
+        return self.scale, self.weight, self.bias, self.turn
 
     def is_like(self, other: Affine) -> bool:
-        """Whether it comes to the same, of the same vector."""
-        mine = (self.scale, self.weight, self.bias)
-        return self.vector is other.vector and mine == (other.scale, other.weight, other.bias)
+        """Whether it comes to the same, of the same vectors."""
+        same = self.vector is other.vector and self.along is other.along and self.onto is other.onto
+        return same and self.factors == other.factors
 
     def add(self, value: torch.Tensor | float, times: float = 1.0) -> None:
-        self.changed = True
         if not isinstance(value, torch.Tensor):
             self.bias += value * times
         elif self.vector is None:
@@ -41,18 +61,51 @@ class Affine:
             self.vector, self.weight = self.vector * self.weight + value * times, 1.0
 
     def multiply(self, factor: float) -> None:
-        self.changed = True
         self.scale *= factor
         self.weight *= factor
         self.bias *= factor
+        self.turn *= factor
 
     def set(self, value: torch.Tensor | float) -> None:
-        self.scale, self.vector, self.weight, self.bias = 0.0, None, 1.0, 0.0
+        self.become(Affine())
+        self.scale = 0.0
         self.add(value)
+
+    def plus(self, other: Affine, times: float) -> bool:
+        """Adds what another makes of the same row. False if that is not of this form."""
+        scale = self.scale + times * other.scale
+        if (self.along is not None and other.along is not None) or (scale == 0 and (self.scale or other.scale)):
+            return False  # of what is not finite, nothing times it is not zero
+        self.scale = scale
+        if other.along is not None:
+            self.along, self.onto, self.turn = other.along, other.onto, other.turn * times
+        if other.vector is not None:
+            self.add(other.vector, other.weight * times)
+        self.bias += other.bias * times
+        return True
+
+    def product(self, along: torch.Tensor, onto: torch.Tensor, times: float) -> Affine | None:
+        """``times`` its product with ``along``, times ``onto``. None if that is not of this form."""
+        if self.along is not None:
+            return None
+        made = Affine()
+        made.scale = 0.0
+        if self.scale:
+            made.along, made.onto, made.turn = along, onto, times * self.scale
+        if self.vector is not None or self.bias:
+            fixed: Any = self.bias
+            if self.vector is not None:
+                fixed = self.vector.to(along.device, torch.float32) * self.weight + self.bias
+            made.vector = (along.float() * fixed).sum(-1, keepdim=True) * onto * times
+        return made
 
     def apply(self, row: torch.Tensor) -> None:
         """Edits the row in place."""
-        if self.scale == 0:
+        if self.along is not None and self.onto is not None:
+            given = row.float()
+            turned = (given * self.along.to(given)).sum(-1, keepdim=True) * self.turn * self.onto.to(given)
+            row.copy_(turned + given * self.scale if self.scale else turned)
+        elif self.scale == 0:
             row.zero_()
         elif self.scale != 1:
             row.mul_(self.scale)
@@ -63,33 +116,34 @@ class Affine:
 
 
 class AffineOfMany(Affine):
-    """The same of ``count`` rows, where ``vector`` may have one of its own for each."""
+    """The same of ``count`` rows, each of which may have vectors of its own."""
 
-    __slots__ = ("_vectors", "count")
+    __slots__ = ("_groups", "count")
 
     def __init__(self, edits: Affine, count: int) -> None:
-        super().__init__()
-        self.scale, self.vector, self.weight, self.bias = edits.scale, edits.vector, edits.weight, edits.bias
+        super().__init__(edits)
         self.count = count
-        self._vectors: list[torch.Tensor] | None = None
+        self._groups: tuple[Sequence[torch.Tensor], ...] | None = None
+
+    def _is_own(self, vector: torch.Tensor) -> bool:
+        return vector.dim() == 2 and vector.shape[0] == self.count
 
     @property
-    def has_own(self) -> bool:
-        return self.vector is not None and self.vector.dim() == 2 and self.vector.shape[0] == self.count
-
-    @property
-    def vectors(self) -> Sequence[torch.Tensor]:
-        """One for each row, or one for all; the same objects whenever they are asked for."""
-        if self._vectors is None:
-            given = self.vector
-            self._vectors = [] if given is None else list(given.unbind()) if self.has_own else [given]
-        return self._vectors
+    def groups(self) -> tuple[Sequence[torch.Tensor], ...]:
+        """The same objects whenever they are asked for."""
+        if self._groups is None:
+            self._groups = tuple(
+                list(group[0].unbind()) if group and self._is_own(group[0]) else group for group in super().groups
+            )
+        return self._groups
 
     def narrowed(self, rows: Sequence[int]) -> AffineOfMany:
         """That of these rows alone, in this order."""
         other = AffineOfMany(self, len(rows))
-        if self.vector is not None and self.has_own:
-            other.vector = self.vector[index_on(rows, self.vector.device)]
+        for name in _VECTORS:
+            vector = getattr(self, name)
+            if vector is not None and self._is_own(vector):
+                setattr(other, name, vector[index_on(rows, vector.device)])
         return other
 
 

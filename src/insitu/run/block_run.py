@@ -347,6 +347,8 @@ class BlockRun:
                 raise not_writable(what)
 
     def _leave(self) -> None:
+        if isinstance(self._served, PromisedServed):
+            self._served.leave()
         self._settle()
         if isinstance(self._served, PromisedServed):
             self._served.close()

@@ -62,7 +62,8 @@ class Derived:
         if not isinstance(new, torch.Tensor) or new.shape != self.value.shape or not new.is_floating_point():
             got = f"{tuple(new.shape)} {new.dtype}" if isinstance(new, torch.Tensor) else type(new).__name__
             raise WriteError(f"{self._what} takes shape {tuple(self.value.shape)} {self.value.dtype}; got {got}")
-        require_memory(new, f"what was written to {self._what}")
+        if not isinstance(new, Promise):
+            require_memory(new, f"what was written to {self._what}")
         with torch.no_grad():
             self.value.copy_(new)
 

@@ -1,8 +1,9 @@
 """Values that the forward has not computed yet, for blocks that only edit them.
 
 A block that adds a vector at a place does not need the value there to say so. It is given a promise
-before the forward begins; what it does to that is noted, and made by a table in the graph. Anything
-but an affine edit makes the block wait for the place after all, and the promise becomes the value.
+before the forward begins; what it does to that is noted, and made by a table in the graph. What it makes of
+it to edit it by is a promise too (``expressed``). Anything but an affine edit makes the block wait for the place
+after all, and the promise becomes the value.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from insitu.block import LocationError
 from insitu.run.affine import Affine, as_row, number
+from insitu.run.expression import Expression, Row
 from insitu.run.served import map_tensors
 
 _plain: Any = torch._C.DisableTorchFunctionSubclass
@@ -37,13 +39,17 @@ class Promise(torch.Tensor):
         about = func.__self__.__name__ in _ATTRIBUTES if name == "__get__" else name in _ABOUT
         if not about:
             _require_can_wait(func)
+            first = next((each for each in args if type(each) is cls), None)
+            answer = NotImplemented if first is None else first.place.make(name, args, kwargs)
+            if answer is not NotImplemented:
+                return answer
             demand((args, kwargs))
         with _plain():
             return func(*args, **(kwargs or {}))
 
 
 class Promised(Protocol):
-    """What a promise stands for: a tensor of a place, or a stream."""
+    """What a promise stands for: a tensor of a place, a stream, or what a block makes of one."""
 
     like: Any
     """Of its memory: ``shape``, ``dtype`` and ``device``."""
@@ -69,6 +75,18 @@ class Promised(Protocol):
     def keep(self) -> None:
         """Makes the block wait for the value; the promise is an ordinary tensor then."""
         ...
+
+    def expression(self, of: Promise) -> Expression | None:
+        """What a promise is of the row that the model has here; None if it is of another one."""
+        ...
+
+    def make(self, name: str, args: Any, kwargs: Any) -> Any:
+        """A promise of what a function gives, or ``NotImplemented``."""
+        ...
+
+
+NOTHING = object()
+"""What a promise is a view of that has no views of its own."""
 
 
 def promise_in(memory: torch.Tensor, place: Promised, whole: Any = None) -> Promise:
@@ -123,9 +141,11 @@ def _require_can_wait(func: Any) -> None:
 
 def _add(promise: Promise, other: Any, *, alpha: Any = 1) -> Any:
     like = promise.place.like
-    value, times = as_row(other, like.shape[-1], like.device), number(alpha)
+    value, times = _given(promise, other, like.device), number(alpha)
     if value is None or times is None or (edits := promise.place.edit()) is None:
         return NotImplemented
+    if isinstance(value, Row):
+        return promise if edits.plus(value.affine, times) else NotImplemented
     edits.add(_kept(value, promise), times)
     return promise
 
@@ -153,11 +173,22 @@ def _divide(promise: Promise, other: Any, **rounding: Any) -> Any:
 def _set(promise: Promise, other: Any, *_: Any) -> Any:
     if other is promise:
         return promise
-    value = as_row(other, promise.place.like.shape[-1], None)
+    value = _given(promise, other, None)
     if value is None or (edits := promise.place.edit()) is None:
         return NotImplemented
-    edits.set(_kept(value, promise))
+    if isinstance(value, Row):
+        edits.become(value.affine)
+    else:
+        edits.set(_kept(value, promise))
     return promise
+
+
+def _given(promise: Promise, other: Any, device: torch.device | None) -> Row | torch.Tensor | float | None:
+    """What a row is edited by: what was made of the row itself, one vector, or one number."""
+    if isinstance(other, Promise):
+        made = promise.place.expression(other)
+        return made if isinstance(made, Row) and other.dim() <= promise.dim() else None
+    return as_row(other, promise.place.like.shape[-1], device)
 
 
 def _kept(value: torch.Tensor | float, promise: Promise) -> torch.Tensor | float:
@@ -174,7 +205,7 @@ def _zero(promise: Promise) -> Any:
 
 
 def _get_item(promise: Promise, index: Any) -> Any:
-    if _is_whole(index, promise.whole):
+    if type(index) is not list and _is_whole(index, promise.whole):  # by a list it is a copy
         return promise
     if promise.whole is None and type(index) is int and index in (0, -1):
         with _plain():
@@ -196,6 +227,8 @@ def _is_whole(index: Any, of: Promise | None) -> bool:
     """Whether it means all of a promise, which is a view ``of`` another or else has one row."""
     if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
         return True
+    if type(index) is list:
+        return of is None and index in ([0], [-1])
     return of is None and isinstance(index, slice) and index in (slice(-1, None), slice(0, None), slice(0, 1))
 
 
@@ -215,7 +248,18 @@ _HANDLERS: Mapping[str, Callable[..., Any]] = {
     "__getitem__": _get_item,
     "__setitem__": _set_item,
 }
-_ABOUT = {"size", "dim", "numel", "nelement", "element_size", "is_floating_point", "stride", "is_contiguous", "__len__"}
+_ABOUT = {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_empty"}
+_ABOUT |= {
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "stride",
+    "is_contiguous",
+    "__len__",
+}
 _ATTRIBUTES = {
     "shape",
     "dtype",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from insitu.run.affine import Affine
+from insitu.run.expressed import Expressed, make
+from insitu.run.expression import Expression, Row
 from insitu.run.promise import Promise, fulfil, promise_in, release
 from insitu.run.served import Rows, Served
 from insitu.run.structure import Structure, tensors_in
@@ -83,6 +86,27 @@ class Target:
     def keep(self) -> None:
         self.visit.keep()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something may be made of it that is known before it is there."""
+        visit = self.visit
+        return not self.copy and visit is not None and visit.is_open and visit.target in (None, self)
+
+    def expression(self, of: Promise) -> Expression | None:
+        place: Any = of.place
+        if not self.is_open:
+            return None
+        if place is self:
+            return Row(Affine(self.edits), self.like.dtype)
+        return place.made if isinstance(place, Expressed) and place.source is self else None
+
+    def make(self, name: str, args: Any, kwargs: Any) -> Any:
+        return make(self, name, args, kwargs)
+
+    def note(self, promise: Promise) -> Promise:
+        self.visit.expressed.append(weakref.ref(promise))
+        return promise
+
     def parts_of(self, live: Any) -> list[torch.Tensor]:
         """The tensors of the live value that it is the sum of."""
         return [tensors_in(live).floating[self.number]] if self.stream is None else self.stream.parts(live)
@@ -111,8 +135,8 @@ class PromisedServed(Served):
     """As ``Served``; what is known of it are its shapes. ``wait`` makes the block wait and gives the real one."""
 
     __slots__ = (
-        "_made", "ahead", "closed", "coming", "fulfilled", "kept", "known", "registered", "run", "step", "target",
-        "targets", "wait", "waits",
+        "_made", "ahead", "closed", "coming", "expressed", "fulfilled", "kept", "known", "registered", "run", "step",
+        "target", "targets", "wait", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -137,6 +161,8 @@ class PromisedServed(Served):
         self.kept: Served | None = None
         self.targets: list[Target] = []
         self.target: Target | None = None
+        self.expressed: list[weakref.ref[Any]] = []
+        """What the block has made of the promises."""
         self._made: Any = None
         self._leaves = {}
         self._withheld = {}
@@ -212,6 +238,19 @@ class PromisedServed(Served):
         self.target = target
         return True
 
+    @property
+    def is_open(self) -> bool:
+        return not (self.waits or self.closed or self.fulfilled)
+
+    def _held_expressions(self) -> list[Any]:
+        found = [each() for each in self.expressed]
+        return [each for each in found if isinstance(each, Promise)]
+
+    def leave(self) -> None:
+        """The block is about to move on. What it has made of promises, and still holds, can be told no later."""
+        if self._held_expressions():
+            self.keep()
+
     def close(self) -> None:
         """The block has moved on. Promises that it does not hold any more need not be kept."""
         self.closed, self._made = True, None
@@ -252,6 +291,8 @@ class PromisedServed(Served):
             else:
                 first, *others = target.stream.parts(real.value)
                 fulfil(target.promise, sum(others, first))
+        for each in self._held_expressions():
+            each.place.give(each, each.place.source.promise)
         if self.target is not None and self.target.edits is not None:
             self.target.edits.apply(self.target.promise)
         self.targets.clear()

@@ -178,7 +178,9 @@ class Recording:
         if len(self.program.steps) == MOST:
             raise self.refused()
         if result is not None:
-            result._shaped = what == "apart" or any(isinstance(each, Sym) and each._shaped for each in args)
+            result._shaped = what in ("apart", "product") or any(
+                isinstance(each, Sym) and each._shaped for each in args
+            )
         if result is not None and what == "read":
             self.program.kinds[result._number] = kind
         named = None if result is None else Ref(result._number)
@@ -198,6 +200,14 @@ class Recording:
             raise self.refused()
         span = value._span if found.by_rows else None
         return self.note("apart", (value, name, args, kwargs, found.kind.each), found.kind, value._place, span)
+
+    def product(self, value: Sym, vector: Sym) -> Any:
+        """Of each request's rows with a vector of its own."""
+        kind = value._kind
+        if value._captured or vector._kind != ByRows(1, each=True) or kind.dims < 1:
+            raise self.refused()
+        made = ByRows(kind.dims - 1, kind.each)
+        return self.note("product", (value, vector, kind.each), made, value._place, value._span)
 
     def edit(self, target: Sym, what: str, value: Any) -> None:
         """``target`` changed in place. Other parts of the same memory would change with it, so there may be none."""

@@ -110,8 +110,10 @@ class Sym:
         return self._recording.note("neg", (self,), self._kind, self._place, self._span)
 
     def __matmul__(self, other: Any) -> Any:
-        if not isinstance(self._kind, ByRows) or type(other) is not Held:
+        if not isinstance(self._kind, ByRows) or type(other) not in (Held, Sym):
             raise self._recording.refused()
+        if type(other) is Sym:
+            return self._recording.product(self, other)
         return self._recording.apart("matmul", self, (other.tensor,), {})
 
     def __rmatmul__(self, other: Any) -> Any:
@@ -152,6 +154,15 @@ class Torch:
         if name not in METHODS:
             raise NotStraightError
         return lambda value, *args, **kwargs: getattr(self._own(value), name)(*args, **kwargs)
+
+    def matmul(self, value: Any, other: Any) -> Any:
+        return self._own(value) @ other
+
+    def outer(self, value: Any, other: Any) -> Any:
+        own = self._own(value)
+        if own._kind != ByRows(1) or (other._kind if type(other) is Sym else None) not in (None, ByRows(1, each=True)):
+            raise NotStraightError
+        return own.unsqueeze(-1) * other
 
     def _own(self, value: Any) -> Any:
         if type(value) is not Sym:

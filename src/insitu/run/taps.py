@@ -10,10 +10,10 @@ import torch
 
 from insitu.run.anatomy import Anatomy
 from insitu.run.block_run import BlockRun
-from insitu.run.foreseen import TableEdit
 from insitu.run.promised import Target
 from insitu.run.served import Rows
 from insitu.run.structure import tensors_in
+from insitu.run.visit import TableEdit
 from insitu.tree import Place
 
 Edits = Mapping[Place, Mapping[BlockRun, Target | TableEdit]]

@@ -85,10 +85,11 @@ class Together:
             self._step = step = program.steps[self._number]
             for number in program.frees.get(self._number, ()):
                 self._known.pop(number, None)
-            value = None if self._is_done(self._number) else self._done(step)
+            is_done = self._is_done(self._number)
+            value = None if is_done else self._done(step)
             if step.what == "go_to" and value is not step.args[1]:
                 program = self._ended_early(program)
-            elif step.result is not None:
+            elif step.result is not None and not is_done:
                 self._known[step.result.number] = value
                 self.shares.note(step.result.number)
             self._number += 1
@@ -115,7 +116,7 @@ class Together:
     def foresee(self, known: Known) -> Foreseen | None:
         """What tables are to do of the step that has begun, from where the block waits in it; None if they can't."""
         look = Look(known, self.members, self._foretold)
-        self._foreseen = look.through(self._program.steps, self._number, self._foreseen)
+        self._foreseen = look.through(self._program, self._number, self._foreseen)
         return self._foreseen
 
     def _is_done(self, number: int) -> bool:
@@ -190,6 +191,9 @@ class Together:
                     self._of(base).set_rows(key, part)
             case "apart", (value, name, args, kwargs, each):
                 return self._of(value).each_apart(lambda rows: applied(name, rows, args, kwargs), each)
+            case "product", (value, other, each):
+                vectors = iter(self._of(other).tensor)
+                return self._of(value).each_apart(lambda rows: rows @ next(vectors), each)
             case "neg", (value,):
                 return self._of(value).like(-self._of(value).tensor)
             case name, (value,):
@@ -226,6 +230,8 @@ class Together:
                 changed(own(target), what, own(value))
             case "apart", (value, name, args, kwargs, _):
                 applied(name, own(value), args, kwargs)
+            case "product", (value, other, _):
+                torch.matmul(own(value), own(other))
             case name, (left, right) if name in OPERATIONS:
                 OPERATIONS[name](own(left), own(right))
 

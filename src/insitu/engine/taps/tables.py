@@ -13,7 +13,7 @@ from vllm.triton_utils import HAS_TRITON, triton
 from insitu.engine.taps.kernel import edit_and_copy
 from insitu.run.affine import Affine
 
-PARTS = 2
+PARTS, SLOTS, FACTORS = 2, 3, 4
 
 
 class Entry(NamedTuple):
@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 
 class Vectors:
-    """The vectors that tables add, shared by all places of one width. Each tensor is copied in once."""
+    """The vectors of tables' edits, shared by all places of one width. Each tensor is copied in once."""
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
         self.memory: torch.Tensor = torch.zeros(count, width, device=device, dtype=torch.float32)
@@ -62,12 +62,14 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Table:
-    """One place's: for each row and tensor a slot (-1 for none), a scale, a weight and a bias."""
+    """One place's: for each row and tensor three slots (-1 for none), of what is added, of what the row is multiplied
+    with and of what that stretches; their factors; and for each row whether the sum of its tensors is meant."""
 
     def __init__(self, rows: int, vectors: Vectors) -> None:
         device = vectors.memory.device
         self.vectors = vectors
-        self._empty = np.full((rows, PARTS + 1), -1, np.int32), np.tile(np.array([1, 1, 0], np.float32), (rows, PARTS))
+        nothing = np.array(Affine().factors, np.float32)
+        self._empty = np.full((rows, PARTS * SLOTS + 1), -1, np.int32), np.tile(nothing, (rows, PARTS))
         self.slots: torch.Tensor
         self.factors: torch.Tensor
         self.slots, self.factors = (torch.from_numpy(each.copy()).to(device) for each in self._empty)
@@ -82,17 +84,19 @@ class Table:
             return
         held = iter(self.vectors.hold([vector for entry in entries for vector in entry.edits.vectors]))
         now = [
-            (rows, summed, part, list(islice(held, len(edits.vectors))), edits.scale, edits.weight, edits.bias)
+            (rows, summed, part, [list(islice(held, len(group))) for group in edits.groups], edits.factors)
             for rows, summed, part, edits in entries
         ]
         if now == self._now:
             return
         self._now = now
         where, factors = (each.copy() for each in self._empty)
-        for rows, summed, part, slots, *three in now:
+        for rows, summed, part, slots, own in now:
             chosen = rows if isinstance(rows, slice) else list(rows)
-            where[chosen, part], where[chosen, PARTS] = slots or -1, int(summed)
-            factors[chosen, 3 * part : 3 * part + 3] = three
+            where[chosen, -1] = int(summed)
+            for number, group in enumerate(slots, SLOTS * part):
+                where[chosen, number] = group or -1
+            factors[chosen, FACTORS * part : FACTORS * (part + 1)] = own
         self.slots.copy_(_sent(torch.from_numpy(where), self.slots.device))
         self.factors.copy_(_sent(torch.from_numpy(factors), self.factors.device))
 
@@ -106,15 +110,20 @@ class Table:
     def _by_torch(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         rows = tensors[0].shape[0]
         slots, factors = self.slots[:rows], self.factors[:rows]
-        summed = (slots[:, PARTS] == 1)[:, None]
+        summed = (slots[:, -1] == 1)[:, None]
         values = [tensor.float() for tensor in tensors]
         values[0] = torch.where(summed, sum(values[1:], values[0]), values[0])
         for part, (tensor, copy) in enumerate(zip(tensors, copies, strict=True)):
-            scale, weight, bias = (factors[:, 3 * part + i, None] for i in range(3))
-            added = torch.where(slots[:, part, None] >= 0, self.vectors.memory[slots[:, part].clamp(min=0)], 0.0)
+            scale, weight, bias, turn = factors[:, FACTORS * part : FACTORS * (part + 1), None].unbind(1)
+            added, along, onto = (self._vectors_in(slots[:, SLOTS * part + i, None]) for i in range(SLOTS))
             value = torch.where(scale == 0, 0.0, values[part] * scale) + weight * added + bias
+            turned = torch.where(slots[:, SLOTS * part + 1, None] >= 0, values[part], 0.0) * along
+            value += turn * turned.sum(-1, keepdim=True) * onto
             tensor.copy_(torch.where(summed, 0.0, value) if part else value)
             copy[:rows].copy_(tensor)
+
+    def _vectors_in(self, slots: torch.Tensor) -> torch.Tensor:
+        return torch.where(slots >= 0, self.vectors.memory[slots[:, 0].clamp(min=0)], 0.0)
 
     def _by_kernel(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         first, second = tensors[0], tensors[-1]
