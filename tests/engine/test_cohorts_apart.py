@@ -43,6 +43,8 @@ def learnt(llama: VLLM) -> VLLM:
         "x[..., None] * 2", "x.sum(-1)[:, None]", "x - (x @ VECTOR).unsqueeze(-1) * VECTOR", "x.bfloat16()",
         "x + VECTOR * x.norm(dim=-1, keepdim=True) / VECTOR.norm()", "x.abs().sqrt().sum(-1)",
         "[x.mean(0) + x[-1], (x @ VECTOR).sigmoid()]", "torch.softmax(x, -1)", "torch.relu(x).sum(dim=0)",
+        "torch.outer(x @ VECTOR, VECTOR)", "torch.matmul(x, MATRIX)", "x @ x.mean(0)", "x[-1] @ x.mean(0)",
+        "torch.outer(x[1:] @ x.mean(0), x[-1])",
     ],
 )  # fmt: skip
 def test_reads(learnt: VLLM, text: str) -> None:
@@ -60,7 +62,7 @@ def test_reads(learnt: VLLM, text: str) -> None:
     "line",
     [
         "x -= (x @ VECTOR)[:, None] * VECTOR", "x[:] -= x.mean(0)", "x[-1] += 3 * x[-1].sigmoid()",
-        "x[1:] *= x[1:].mean(-1, keepdim=True)",
+        "x[1:] *= x[1:].mean(-1, keepdim=True)", "x -= torch.outer(x @ VECTOR, VECTOR)",
         "x[:] += VECTOR * x.norm(dim=-1, keepdim=True) / VECTOR.norm()",
     ],
 )  # fmt: skip
@@ -95,7 +97,8 @@ def test_at_each_step_and_of_heads_and_logits(learnt: VLLM) -> None:
     "line",
     [
         "return x.mean((0, 1))", "return x.mean(0, keepdim=True)", "return x.std(0)", "return x.unsqueeze(0)",
-        "return x[2:].amax(0)", "return x.topk(2)", "return x @ x.mean(0)", "return VECTOR @ x[-1]",
+        "return x[2:].amax(0)", "return x.topk(2)", "return VECTOR @ x[-1]",
+        "return torch.outer(VECTOR, x @ VECTOR)",
         "return x / x[-1].norm()", "return x[:, None]",
         "return torch.stack([x, x])", "return torch.relu(VECTOR) + x", "model.resid_post[1] = x.softmax(-1)",
     ],

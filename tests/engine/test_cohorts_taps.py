@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from insitu import VLLM
 from tests.engine.edits import tokens_of
 from tests.engine.helpers import completed, enqueue
-from tests.engine.taps import assert_same, recorded
+from tests.engine.taps import assert_same, recorded, taps_of
 from tests.engine.test_abort import before_steps
 from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, host_of, trace_of
 from tests.engine.test_cohorts_steps import (
@@ -345,6 +345,41 @@ def test_directions_of_their_own_are_in_tables(tapped: VLLM) -> None:
             own_directions(tapped)
     assert counts == [len(PROMPTS), 0]
     assert steps[0] <= 1
+
+
+def five_vectors_each(model: VLLM, count: int) -> Any:
+    given = torch.randn(5, count, WIDTH, generator=torch.Generator().manual_seed(5))
+    with model.trace(**GREEDY, ignore_eos=True) as tracer:
+        for number, (a, b, c, d, e) in enumerate(zip(*given, strict=True)):
+            with tracer.invoke([*PROMPTS[number % len(PROMPTS)], number]):
+                seen = [].save()
+                for _ in tracer.iter[:]:
+                    model.resid_post[0] += a
+                    x = model.resid_post[1]
+                    x -= torch.outer(x @ b, c) / 64
+                    model.resid_post[2] += d
+                    model.resid_post[3][:] -= e
+                    seen.append(model.resid_post[3])
+                    seen.append(model.logits)
+    return seen
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_more_vectors_than_tables_have_room_for_are_added_in_pieces(
+    tapped: VLLM, llama: VLLM, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    for model in (tapped, llama):
+        monkeypatch.setattr(host_of(model), "together", together)
+    with recorded(tapped):
+        five_vectors_each(tapped, 3)
+        taps = taps_of(tapped)
+        room, in_graph = taps.shown.__self__, taps.in_graph
+        monkeypatch.setattr(taps, "in_graph", lambda tensor: room.one_graph and in_graph(tensor))
+        for count, tables in ((12, True), (14, False), (3, True), (16, False), (12, True)):
+            wanted = five_vectors_each(llama, count)
+            before = tapped.stats().table_edits
+            assert_same(five_vectors_each(tapped, count), wanted, f"{5 * count} vectors of 64")
+            assert bool(tapped.stats().table_edits - before) is tables, count
 
 
 def own_vectors(model: VLLM, lengths: list[int], stops: list[int] | None = None) -> Any:

@@ -346,6 +346,29 @@ def test_a_tap_that_reads_zeros_or_elsewhere_is_refused(
             pass
 
 
+@pytest.mark.parametrize("column", ["scale", "weight", "bias", "turn", "vector", "along", "onto"])
+def test_a_table_that_edits_otherwise_is_refused(tapped: Any, monkeypatch: pytest.MonkeyPatch, column: str) -> None:
+    from insitu.engine.taps.tables import Table
+
+    with recorded(tapped):
+        tapped.run(functools.partial(add_in_place, tapped), PROMPTS[0], **SETTINGS)
+        taps_of(tapped).require_tables()
+        right = Table.edit_and_copy
+
+        def wrong(table: Table, tensors: Any, copies: Any) -> None:
+            names = ["vector", "along", "onto"]
+            if column in names:
+                table.slots[:, [names.index(column), 3 + names.index(column)]] = -1
+            else:
+                number = ["scale", "weight", "bias", "turn"].index(column)
+                table.factors[:, [number, 4 + number]] = 1.5
+            right(table, tensors, copies)
+
+        monkeypatch.setattr(Table, "edit_and_copy", wrong)
+        with pytest.raises(LocationError, match=r"the table of `model\.layers\.0\.output` edits rows otherwise"):
+            taps_of(tapped).require_tables()
+
+
 def test_engines_with_other_taps_do_not_mix(tapped: Any, engines: Any, llama: Any) -> None:
     def block(model: Any) -> Callable[[Any], Any]:
         return lambda tracer: [model.resid_post[1] for _ in tracer.iter[:]]
@@ -373,6 +396,27 @@ def test_tables_take_a_direction_out(tapped: Any, block: Block, count: int) -> N
         eager, at_taps = steps()
     assert eager <= 1  # the first, of which a table has no rows
     assert eager + at_taps >= SETTINGS["max_tokens"]
+
+
+def test_promised_visits_and_edits_of_tables_are_counted(tapped: Any) -> None:
+    def counts(block: Block, prompts: Any) -> tuple[int, int]:
+        before = tapped.stats()
+        tapped.run(functools.partial(block, tapped), prompts, **SETTINGS)
+        after = tapped.stats()
+        return after.promised_visits - before.promised_visits, after.table_edits - before.table_edits
+
+    def edits_and_looks(model: Any, tracer: Any) -> Any:
+        for _ in tracer.iter[:]:
+            model.resid_post[1] += 1
+            insitu.save(model.resid_post[2].norm())
+
+    with recorded(tapped):
+        for block in (project_out, read_some_steps, edits_and_looks):
+            counts(block, PROMPTS[:1])
+        assert counts(project_out, PROMPTS[:1]) == (4 * 4, 4 * 3)  # in steps after the prefill
+        assert counts(project_out, PROMPTS[:2]) == (2 * 4 * 4, 2 * 4 * 3)
+        assert counts(read_some_steps, PROMPTS[:1]) == (2, 0)
+        assert counts(edits_and_looks, PROMPTS[:1]) == (0, 0)
 
 
 def test_an_edit_by_promise_counts_as_one(tapped: Any) -> None:

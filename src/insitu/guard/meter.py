@@ -117,7 +117,8 @@ class Meter:
         """The block has got a tensor, whose memory counts for as long as anything holds it."""
         if tensor.layout != torch.strided or tensor.is_meta:
             return
-        storage = tensor.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():  # it is not asked for its values, which may be still to come
+            storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._storages.get(key)
         if known is not None and not known[0].expired():

@@ -220,7 +220,7 @@ def _vector(action: Add | Set | ProjectOut, rows: Any, vectors: dict[str, Any], 
     """The vector; of length 1 where only its direction counts."""
     import torch
 
-    width = rows[0].numel() if rows.shape[0] else len(action.vector)
+    width = rows.shape[1:].numel()
     if len(action.vector) != width:
         raise FormError(
             f"the vector has {len(action.vector)} numbers, and {action.at!r} is {width} wide",

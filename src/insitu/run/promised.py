@@ -279,6 +279,7 @@ class PromisedServed(Served):
             return
         self.run.hold_stream()
         self.waits = True  # from here on this is the block's matter
+        self.ahead.promised -= 1
         self.kept = real = self.wait(self)
         floating = tensors_in(real.live).floating
         for target in self.targets:

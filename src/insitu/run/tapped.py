@@ -63,6 +63,8 @@ class TappedInterleaver(Interleaver):
         self.ahead: Ahead = Ahead(self.sender.send_rows)
         self._promisable: dict[Place, Promisable] = {}
         self._edits: Edits = {}
+        self._fits = True
+        self._table_edits = 0
         self._foreseen: dict[BlockRun, Foreseen] = {}
         self._at_begin = False
         self._sleepers: deque[BlockRun] = deque()
@@ -84,7 +86,8 @@ class TappedInterleaver(Interleaver):
         self._foresee(runs)
         path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
         self._edits = self._all_edits() if path is Path.TAPPED else self.ahead.edits()
-        if path is Path.TAPPED and not self._taps.fits(self._edits):
+        self._fits = path is not Path.TAPPED or self._taps.fits(self._edits)
+        if not self._fits:
             path, self._edits = Path.OPEN, self.ahead.edits()
         if path is not Path.TAPPED:
             self._foreseen.clear()  # who stands for many edits as all do
@@ -111,6 +114,11 @@ class TappedInterleaver(Interleaver):
             for place, edit in foreseen.edits.items():
                 edits.setdefault(place, {})[run] = edit
         return edits
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Visits for which blocks did not wait, and rows that tables have edited."""
+        return self.ahead.promised, self._table_edits
 
     # -- what is known of places before the forward (``foreseen.Known``) --------------------
 
@@ -211,7 +219,7 @@ class TappedInterleaver(Interleaver):
             if run.many is not None and run in rows:
                 with BlockState():
                     foreseen.narrow(run.many.members)
-        self._taps.set(self._edits, rows)
+        self._taps.set(self._edits if self._fits else {}, rows)
         self._open = self._compiled = True
         self._live = False
         self._called.clear()
@@ -230,6 +238,12 @@ class TappedInterleaver(Interleaver):
         if not self._live:
             for run, foreseen in self._foreseen.items():
                 foreseen.in_force, run.edited = True, run.edited or bool(foreseen.edits)
+            self._table_edits += sum(
+                len(run.many.members) if run.many is not None else 1
+                for each in self._edits.values()
+                for run in each
+                if run in self.rows
+            )
             self._fulfil_from_copies()
             self._serve_copies()
         self._compiled = False

@@ -12,7 +12,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.worker.gpu_worker import Worker
 
-from insitu.block import InsituError
+from insitu.block import InsituError, LocationError
 from insitu.engine.taps.names import places_of
 from insitu.engine.taps.tables import PARTS, Entry, Table, Vectors
 from insitu.run import BlockRun, Interleaver, Rows
@@ -29,6 +29,9 @@ _OPERATION = "insitu::tap"
 _HERE = "insitu.taps"
 _VECTORS = 4
 """How many vectors can be added at once, by the number of requests that the engine runs at once."""
+
+_BOUND = 0.02
+"""Of what a table makes of rows, relative: above rounding of 16 bits, far below anything else."""
 
 PassBy = Callable[[Place, list[torch.Tensor], list[torch.Tensor]], None]
 
@@ -184,6 +187,17 @@ class Taps:
         """Whether these are the last step's, by the objects that they are."""
         return self._edits == _affine(edits)
 
+    @torch.inference_mode()
+    def require_tables(self) -> None:
+        """Raises ``LocationError``, by name, for a tap whose table edits rows otherwise than it should."""
+        for each in self.taps.values():
+            fault = each.table.fault(each.copies or []) if each.table is not None else 0.0
+            if not fault <= _BOUND:
+                raise LocationError(
+                    f"taps: the table of `{each.place}` edits rows otherwise than a block does (by norm, off by "
+                    f"{fault:.2g}): leave it out of taps, and its place is served by eager steps"
+                )
+
     def passed(self) -> dict[Place, bool]:
         """The places, and whether any forward has come by."""
         return {each.place: each.passed for each in self.taps.values()}
@@ -304,5 +318,9 @@ def nbytes(runner: Any) -> int:
 
 
 def passed(runner: Any) -> dict[Place, bool]:
+    """As ``Taps.passed``. Raises ``LocationError`` for a table that does not do what it should."""
     taps = of(runner)
-    return taps.passed() if taps else {}
+    if taps is None:
+        return {}
+    taps.require_tables()
+    return taps.passed()

@@ -14,6 +14,7 @@ from insitu.engine.taps.kernel import edit_and_copy
 from insitu.run.affine import Affine
 
 PARTS, SLOTS, FACTORS = 2, 3, 4
+_TRIED = 4
 
 
 class Entry(NamedTuple):
@@ -54,6 +55,17 @@ class Vectors:
             if len(self._free) >= count:
                 return
             self._free.append(self._slots.pop(key)[0])
+
+
+def _sample(like: torch.Tensor, number: int, generator: torch.Generator) -> Affine:
+    """Edits of one row: all that there are, those that leave its direction, or one direction taken out."""
+    edits, width = Affine(), like.shape[-1]
+    vector, along, onto = torch.randn(3, width, generator=generator).to(like.device).unbind()
+    if number != 2:
+        edits.scale, edits.vector, edits.weight, edits.bias = 0.5, vector, 2.0, 1.0
+    if number != 1:
+        edits.along, edits.onto, edits.turn = along, along if number == 2 else onto, -1 / width
+    return edits
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -106,6 +118,29 @@ class Table:
             self._by_kernel(tensors, copies)
         else:
             self._by_torch(tensors, copies)
+
+    def fault(self, like: Sequence[torch.Tensor]) -> float:
+        """How far, relative to their norm, rows of tensors like these are off after all that it can do to a row."""
+        generator = torch.Generator().manual_seed(0)
+        given = [torch.randn(_TRIED, each.shape[-1], generator=generator).to(each)[: len(self.slots)] for each in like]
+        pair = len(given) > 1
+        with torch.inference_mode(False):  # a vector is known by its version
+            samples = [_sample(given[0], row, generator) for row in range(min(_TRIED - 1, len(given[0])))]
+        entries = [
+            Entry(slice(row, row + 1), pair and row == 0, int(pair and row == 2), each)
+            for row, each in enumerate(samples)
+        ]
+        self.set(entries)
+        edited, copies = [each.clone() for each in given], [torch.zeros_like(each) for each in given]
+        self.edit_and_copy(edited, copies)
+        self.set([])
+        for rows, summed, part, edits in entries:
+            value = sum(each[rows].float() for each in given) if summed else given[part][rows].float()
+            edits.apply(value)
+            for number, each in enumerate(given):
+                each[rows] = value if number == part else each[rows] * (not summed)
+        pairs = zip((*edited, *copies), given * 2, strict=True)
+        return max(((one.float() - two.float()).norm() / two.float().norm()).item() for one, two in pairs)
 
     def _by_torch(self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         rows = tensors[0].shape[0]

@@ -23,6 +23,7 @@ from insitu.engine.worker.stages import take_turns
 from insitu.run import Names, Outcome, names_of, visits
 from insitu.run.spent import seconds_in_blocks
 from insitu.run.stage_leader import StageLeader
+from insitu.run.tapped import TappedInterleaver
 from insitu.run.tapped_ranks import TappedLeader
 from insitu.tree import Listing, Named, Outline, Place
 from insitu.wire import Port, Shared
@@ -132,7 +133,8 @@ class InsituWorker:
     def insitu_stats(self) -> Stats:
         host, runner = self._insitu, self.model_runner  # type: ignore[attr-defined]
         steps = host.eager_steps, host.plain_steps, host.tapped_steps
-        return Stats(*steps, taps.nbytes(runner), *host.counts, seconds_in_blocks())
+        at_taps = host.interleaver.counts if isinstance(host.interleaver, TappedInterleaver) else ()
+        return Stats(*steps, taps.nbytes(runner), *host.counts, seconds_in_blocks(), *at_taps)
 
     def insitu_taps(self) -> dict[Place, bool]:
         interleaver = self._insitu.interleaver
