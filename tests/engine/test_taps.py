@@ -196,7 +196,7 @@ def project_out_in_other_words(model: Any, tracer: Any) -> Any:
         last = model.resid_post[2][-1]
         last -= (last @ w) * w
         stream = model.resid_post[3]
-        model.resid_post[3] = 2 * (stream @ v[:, None] @ v[None])
+        model.resid_post[3] = stream + 2 * (stream @ v[:, None] @ v[None])
         seen += [mlp, last, model.logits]
     return seen
 
@@ -228,7 +228,7 @@ def keep_what_is_projected_out(model: Any, tracer: Any) -> Any:
         projected = stream - (stream @ v)[:, None] * v
         stream += 1
         model.resid_post[2] = projected
-        seen += [along, projected, model.resid_post[3] @ v, model.logits]
+        seen += [along / 64 + 1, projected, model.resid_post[3] @ v / 64 + 1, model.logits]
     return seen
 
 

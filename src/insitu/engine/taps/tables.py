@@ -135,7 +135,8 @@ class Table:
         self.edit_and_copy(edited, copies)
         self.set([])
         for rows, summed, part, edits in entries:
-            value = sum(each[rows].float() for each in given) if summed else given[part][rows].float()
+            parts = [each[rows].float() for each in given]
+            value = sum(parts[1:], parts[0]) if summed else parts[part]
             edits.apply(value)
             for number, each in enumerate(given):
                 each[rows] = value if number == part else each[rows] * (not summed)
