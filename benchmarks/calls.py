@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -91,18 +92,20 @@ def profiled(run: Callable[[], object], note: Callable[[FrameType, str, Any], ob
         sys.setprofile(before)
 
 
+@cache
+def room_of(file: str) -> str:
+    """Of insitu's; "" for all other files."""
+    parts = file.removeprefix(_SOURCE).split(os.sep)
+    return "/".join(parts[:-1]) if file.startswith(_SOURCE) else ""
+
+
 def calls_of(run: Callable[[], object]) -> Counter[str]:
     """Calls while ``run`` runs, by room of insitu, and of everything else by ``""``."""
     counted: Counter[str] = Counter()
-    rooms: dict[str, str] = {}
 
     def note(frame: FrameType, event: str, arg: object) -> None:
         if event in ("call", "c_call"):
-            file = frame.f_code.co_filename
-            if file not in rooms:
-                parts = file.removeprefix(_SOURCE).split(os.sep)
-                rooms[file] = "/".join(parts[:-1]) if file.startswith(_SOURCE) else ""
-            counted[rooms[file]] += 1
+            counted[room_of(frame.f_code.co_filename)] += 1
 
     profiled(run, note)
     return counted

@@ -16,15 +16,30 @@ from insitu import VLLM
 from insitu.engine.worker.host import Host
 from tests.models import LAYERS
 
-pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("several_threads")]  # other engines run each block alone
+pytestmark = pytest.mark.usefixtures("several_threads")
 
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 5], [9, 9, 9, 9], [1, 2, 3, 4, 5, 6], [7, 8, 9], [11, 12, 13, 14, 15, 16, 17]]
 GREEDY = {"temperature": 0.0, "max_tokens": 2}
 
 
+def at_hand(model: VLLM) -> bool:
+    """Whether the model runs in this process."""
+    return hasattr(model.vllm_entrypoint.llm_engine.model_executor, "driver_worker")
+
+
 def host_of(model: VLLM) -> Host:
     executor = model.vllm_entrypoint.llm_engine.model_executor
     return executor.driver_worker.worker.insitu_host
+
+
+def _may_be_together(worker: Any, together: bool) -> None:
+    if isinstance(worker.insitu_host, Host):
+        worker.insitu_host.together = together
+
+
+def run_together(model: VLLM, together: bool) -> None:
+    """From now on blocks may be run once for many, or not."""
+    model.vllm_entrypoint.collective_rpc(_may_be_together, args=(together,))
 
 
 @contextmanager
@@ -37,16 +52,15 @@ def counted(model: VLLM) -> Iterator[list[int]]:
 
 
 def alone_and_together(model: VLLM, work: Callable[[], Any]) -> tuple[Any, Any]:
-    host = host_of(model)
     found = []
     for together in (False, False, True):  # the first time, the model's places are learnt
-        host.together = together
+        run_together(model, together)
         try:
             found.append(work())
         except Exception as error:
             found.append(error)
         finally:
-            host.together = True
+            run_together(model, True)
     assert model.in_flight() == 0
     return found[1], found[2]
 

@@ -11,7 +11,7 @@ import torch
 from insitu import VLLM
 from tests.engine.test_cohorts import GREEDY, PROMPTS, alone_and_together, counted, same
 
-pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("several_threads")]  # other engines run each block alone
+pytestmark = pytest.mark.usefixtures("several_threads")
 
 WIDTH = 128
 VECTOR = torch.linspace(-1, 1, WIDTH)

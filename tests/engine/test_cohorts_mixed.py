@@ -12,9 +12,9 @@ from insitu import VLLM
 from tests.engine.edits import steer, tokens_of
 from tests.engine.helpers import completed, enqueue
 from tests.engine.test_abort import before_steps
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, host_of, same
+from tests.engine.test_cohorts import PROMPTS, alone_and_together, at_hand, counted, host_of, same
 
-pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("no_edits_left", "several_threads")]
+pytestmark = pytest.mark.usefixtures("no_edits_left", "several_threads")
 
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 _DRAWN = random.Random(0)
@@ -82,9 +82,29 @@ def test_a_request_that_is_aborted_leaves_the_others(llama: VLLM) -> None:
     assert together.invoke == 2
     assert same(alone, together)
     assert counts[0] == len(PROMPTS)
-    assert not host_of(llama).company.all
+    if at_hand(llama):
+        assert not host_of(llama).company.all
 
 
+def test_those_that_are_preempted_are_told(llama: VLLM) -> None:
+    llm = llama.vllm_entrypoint
+
+    def preempt(step: int) -> None:
+        if step == 2:
+            llm.reset_prefix_cache(reset_running_requests=True)
+
+    def work() -> Any:
+        with before_steps(llama, preempt):
+            return llama.run(lambda tracer: [llama.resid_post[1][-1] for _ in tracer.iter[:]], PROMPTS, **GREEDY)
+
+    with counted(llama) as counts:
+        alone, together = alone_and_together(llama, work)
+    assert same(alone, together)
+    assert [str(each)[:26] for each in together.exceptions] == ["this request was preempted"] * len(PROMPTS)
+    assert counts[0] == len(PROMPTS)
+
+
+@pytest.mark.in_process
 def test_what_changes_meanwhile_is_told(llama: VLLM) -> None:
     layers = [0, 1]
     for place in (0, 1, 2):

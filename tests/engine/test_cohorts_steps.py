@@ -14,7 +14,7 @@ from insitu import VLLM, NotReachedError
 from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, same, trace_of
 from tests.models import LAYERS
 
-pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("several_threads")]  # other engines run each block alone
+pytestmark = pytest.mark.usefixtures("several_threads")
 
 STEPS = 5
 GREEDY = {"temperature": 0.0, "max_tokens": STEPS}
@@ -107,6 +107,48 @@ def test_requests_end_when_they_end(llama: VLLM, made: Callable[[VLLM], Callable
         alone, together = alone_and_together(llama, work)
     assert counts[0] == len(PROMPTS) * (1 + (counts[0] > len(PROMPTS)))
     assert same(alone, together)
+
+
+def to_the_end(model: VLLM) -> Any:
+    with model.trace(temperature=0.0, ignore_eos=True) as tracer:
+        for number, prompt in enumerate([*PROMPTS, *PROMPTS]):
+            with tracer.invoke(prompt, max_tokens=1 + number % 4):
+                rows, total = [].save(), 0.0
+                for _ in tracer.iter[:]:
+                    model.resid_post[1][-1] *= 1.5
+                    total = model.resid_post[2][-1] + total
+                    rows.append(model.logits[0])
+                twice = (total * 2).save()
+    return rows, twice  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def from_the_end(model: VLLM) -> Any:
+    with model.trace(temperature=0.0, ignore_eos=True) as tracer:
+        for number, prompt in enumerate([*PROMPTS, *PROMPTS]):
+            with tracer.invoke(prompt, max_tokens=2 + number % 2):
+                last = [].save()
+                for _ in tracer.iter[-1:]:
+                    last.append(model.resid_post[1][-1])
+    return last  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def past_the_end(model: VLLM) -> Any:
+    with model.trace(temperature=0.0, ignore_eos=True) as tracer:
+        for number, prompt in enumerate(PROMPTS):
+            with tracer.invoke(prompt, max_tokens=2 + number % 2):
+                rows = [].save()
+                for _ in tracer.iter[:3]:
+                    rows.append(model.resid_post[1][-1])
+    return rows  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+@pytest.mark.parametrize("trace", [to_the_end, from_the_end, past_the_end])
+def test_requests_of_certain_lengths_are_one(llama: VLLM, trace: Callable[[VLLM], Any]) -> None:
+    with counted(llama) as counts:
+        alone, together = alone_and_together(llama, lambda: trace(llama))
+    assert same(alone, together)
+    assert isinstance(together, BaseException) is (trace is past_the_end)
+    assert counts[0] * 2 == counts[1]
 
 
 READS = ["model.resid_post[{}]", "model.model.layers[{}].mlp.output", "model.attn_out[{}]"]

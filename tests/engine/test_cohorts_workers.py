@@ -12,6 +12,7 @@ from insitu import VLLM
 from tests.engine.helpers import own_engine
 from tests.engine.taps import assert_same
 from tests.engine.test_cohorts import PROMPTS, counted
+from tests.engine.test_cohorts_home import tensors_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
@@ -45,10 +46,23 @@ def add_a_vector_each(model: VLLM) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("work", [read, add_a_shared_vector, add_a_vector_each])
+def ends_at_different_steps(model: VLLM) -> Any:
+    """The blocks end at once, and what they leave goes home with their requests: in several messages."""
+    with model.trace(temperature=0.0) as tracer:
+        for number, prompt in enumerate(PROMPTS):
+            with tracer.invoke(prompt, max_tokens=1 + number % 4):
+                rows = model.resid_post[1].save()
+                kept = [model.mlp_out[2][-1], {"two": (model.resid_post[2] * 2, 3)}].save()
+    return rows, kept
+
+
+@pytest.mark.parametrize("work", [read, add_a_shared_vector, add_a_vector_each, ends_at_different_steps])
 def test_each_request_gets_its_own(worker: VLLM, llama: VLLM, work: Any) -> None:
     work(worker)  # what places are like is learnt
     with counted(worker) as counts:
         found = work(worker)
     assert counts == [len(PROMPTS), 0]
     assert_same(found, work(llama), work.__name__)
+    for each in tensors_in(found):
+        assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
+        each.zero_()

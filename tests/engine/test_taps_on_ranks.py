@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from insitu.block import InsituError, LocationError, UnknownModuleError
+from tests.engine import test_cohorts
 from tests.engine.helpers import own_engine, plain
 from tests.engine.taps import PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of
+from tests.engine.test_cohorts import alone_and_together, counted
+from tests.engine.test_cohorts_steps import GREEDY, adds_up, reads_every_step, steers_every_step
 from tests.engine.test_taps import BLOCKS, in_one_batch, read_streams
 
 pytestmark = [pytest.mark.slow]
@@ -60,6 +63,16 @@ def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
             in_one_batch(model, SETTINGS), in_one_batch(llama, SETTINGS), BLOCKS, strict=True
         ):
             assert_same(ours, wanted, block.__name__)
+
+
+@pytest.mark.parametrize("made", [reads_every_step, steers_every_step, adds_up])
+def test_a_block_runs_once_for_many(model: Any, made: Callable[[Any], Callable[[Any], Any]]) -> None:
+    with counted(model) as counts:
+        alone, together = alone_and_together(
+            model, lambda: model.run(made(model), test_cohorts.PROMPTS, ignore_eos=True, **GREEDY)
+        )
+    assert counts == [len(test_cohorts.PROMPTS), 2 * len(test_cohorts.PROMPTS)]
+    assert_same(together, alone, made.__name__)
 
 
 def test_reading_takes_no_eager_step(model: Any) -> None:

@@ -9,6 +9,12 @@ import torch
 
 from insitu.run.program import Home
 from insitu.run.sending import Sender
+from insitu.wire.pickles import dumps, loads
+
+
+def travelled(value: Any) -> Any:
+    body, buffers = dumps(value, lambda obj: None)
+    return loads(body, [memoryview(bytearray(buffer)) for buffer in buffers], lambda name: None)
 
 
 def sender() -> Sender:
@@ -105,3 +111,21 @@ def test_what_is_on_the_host_is_not_sent() -> None:
     assert one._pinned == 0
     one.work(lambda: True)
     assert not one._parcels
+
+
+@pytest.mark.parametrize("width", [4, 2**17], ids=["small rows", "large ones"])
+@pytest.mark.parametrize("counts", [None, [2, 1, 3]], ids=["one each", "several each"])
+@pytest.mark.parametrize("far", [True, False])
+def test_rows_of_many_go_on_to_another_process(width: int, counts: list[int] | None, far: bool) -> None:
+    packed = torch.randn(3 if counts is None else 6, width)
+    wanted = packed.unbind() if counts is None else packed.split(counts)
+    one = Sender(is_far=lambda tensor: far)
+    one.keeps_whole = True
+    parcel = one.send_packed(packed, counts) or one.brought(packed, counts)
+    one.work(lambda: True)
+    for chosen in ([0, 1, 2], [2, 0], [1]):
+        found = travelled(parcel.of(chosen)).take_apart()
+        assert [torch.equal(a, wanted[number]) for a, number in zip(found, chosen, strict=True)] == [True] * len(chosen)
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in found)
+    found = travelled(parcel).take_apart()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -69,6 +69,8 @@ class WorkerSide:
         self._blocks: dict[str, SentOnce] = {}
 
     def name(self, obj: Any) -> Any:
+        if type(obj) in _ORDINARY:
+            return None
         if isinstance(obj, BaseTrace):
             return "tracer", vars(obj)["insitu_name"]
         if isinstance(obj, Module) and (paths := self._modules.paths_of(obj)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 
@@ -11,12 +12,14 @@ class Alone:
     """``windowed``: what the client calls that has blocks run otherwise than in a step.
 
     ``leaves_ended_out``: whether steps are no concern of blocks that have ended, as soon as they have. If not,
-    ``left``: the requests of whose blocks all processes know, since this step began, that they have ended.
+    ``left``: the requests of whose blocks all processes know, since this step began, that they have ended, and
+    ``together``: the runs that each stand for many, for which it is told now.
     """
 
     windowed: frozenset[str] = frozenset({"insitu_collect"})
     leaves_ended_out = True
     left: Sequence[str] = ()
+    together: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def window(self) -> AbstractContextManager[Any]:
         """To be open while blocks run otherwise than in a step."""

@@ -53,6 +53,15 @@ class Program:
         }
         return {ref.number: changed.get(ref.number, -1) for ref in refs_in((dict(self.saves), self.returned))}
 
+    def can_end_as(self, steps: int, again: Callable[[int], Program | None]) -> bool:
+        """Whether requests that end after so many steps can part from it, whose program ``again`` gives."""
+        late = (at for at, step in enumerate(self.steps) if step.what == "go_to" and step.args[0] >= steps)
+        at = next((at for at in late if self.steps[at].args[1]), None)
+        if at is None:
+            return True
+        other = again(steps)
+        return other is not None and other.begins_like(self, at + 1)
+
     def begins_like(self, other: Program, length: int) -> bool:
         """Whether the first steps are the same, as far as numbers tell."""
         mine, others = ([(each.what, each.result) for each in one.steps[:length]] for one in (self, other))

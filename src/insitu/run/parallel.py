@@ -8,7 +8,7 @@ error in it is met by no collective that somebody else still waits in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,8 @@ class Done:
     replaced: list[int] = field(default_factory=list)
     left: Sequence[str] = ()
     """Requests whose blocks have all ended: later steps are no concern of theirs."""
+    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Runs that each stand for many, and for which requests, if that has changed."""
     at_taps: Any = None
     """What else there is to know where places have taps."""
 
@@ -135,7 +137,7 @@ class Leader(Telling, ParallelInterleaver):
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
         with self.window() as news:
-            news.left = self.left
+            news.left, news.together = self.left, self.together
             return super().begin(runs)
 
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
@@ -262,6 +264,9 @@ class Follower(Told, ParallelInterleaver):
             current.reset(token)
 
     def _take(self, done: Done) -> None:
+        if done.together:
+            self.company.tell(done.together)
+            self._shadows.update(self.company.shadows)
         self._drop_withdrawn(done.withdrawn)
         if done.recorded is not None:
             self._recorded_places = done.recorded

@@ -31,11 +31,30 @@ class Parcel:
     def has_arrived(self) -> bool:
         return self._arrived is None or self._arrived.query()
 
+    def __reduce__(self) -> Any:
+        self._wait()
+        return Parcel, (self._hosts, self._counts, self._is_apart)
+
+    def _wait(self) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def of(self, numbers: Sequence[int]) -> Parcel:
+        """The rows of some, that was not taken apart. Waits until they are there."""
+        self._wait()
+        if self._is_apart:
+            return Parcel([self._hosts[number] for number in numbers], None, is_apart=True)
+        host, counts = self._hosts[0], self._counts
+        if counts is None:
+            return Parcel([host[list(numbers)]], None, is_apart=False)
+        parts = host.split(list(counts))
+        rows = torch.cat([parts[number] for number in numbers])
+        return Parcel([rows], [counts[number] for number in numbers], is_apart=False)
+
     def take_apart(self) -> list[Any]:
         """Each request's, in memory of its own. Waits until they are there."""
         if self._found is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
+            self._wait()
             with torch.inference_mode(False):
                 self._found = list(self._hosts) if self._is_apart else apart(self._hosts[0], self._counts)
             self._hosts = ()

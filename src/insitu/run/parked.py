@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from insitu.run.block_run import BlockRun
+from insitu.run.followed import Followed
 from insitu.run.interleaver import Interleaver
 from insitu.tree import Place
 
@@ -44,7 +46,12 @@ class Telling(Interleaver):
 class Told(Interleaver):
     """Has for each run a shadow, which waits where that does."""
 
+    shadow: Callable[[str], Any]
     _shadows: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.company: Followed = Followed(self.shadow)
 
     def _drop_withdrawn(self, withdrawn: list[str]) -> None:
         for request in withdrawn:

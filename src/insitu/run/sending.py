@@ -13,7 +13,7 @@ import torch
 
 from insitu.run.home import FEW, SMALL, tensors_within
 from insitu.run.memory import require_memory
-from insitu.run.parcels import Parcel
+from insitu.run.parcels import Parcel, apart
 
 _MOST_PINNED = 2**32
 _MOST_HELD = 2**28
@@ -66,6 +66,8 @@ class Sender:
 
     def __init__(self, is_far: Callable[[torch.Tensor], bool] = _on_a_gpu) -> None:
         self._is_far = is_far
+        self.keeps_whole = False
+        """Whether rows of many are taken apart in another process."""
         self.in_use: bool = is_far is not _on_a_gpu or torch.cuda.is_available()
         self._known: dict[int, tuple[Sent, int]] = {}
         self._pages: list[Sent] = []
@@ -108,19 +110,31 @@ class Sender:
         is on the host, or has no room there in pinned memory."""
         if not self._is_far(tensor) or self._pinned + tensor.nbytes > _MOST_PINNED:
             return None
-        require_memory(tensor, _WHAT)
-        is_apart = tensor.nbytes > SMALL * (tensor.shape[0] if counts is None else len(counts))
-        rows = [tensor]
-        if is_apart:
-            rows = list(tensor.unbind() if counts is None else tensor.split(list(counts)))
+        rows, is_apart = self._rows_of(tensor, counts)
         hosts, arrived = self._copied(rows)
         for host in hosts:
             self._pinned += host.nbytes
             weakref.finalize(host, self._unpinned, host.nbytes)
         parcel = Parcel(hosts, counts, is_apart, arrived)
-        if not is_apart:
+        if not is_apart and not self.keeps_whole:
             self._parcels.append(weakref.ref(parcel))
         return parcel
+
+    def brought(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> Parcel:
+        """As ``send_packed``, of any tensor, which is nobody else's; waits for it."""
+        host = tensor.cpu()
+        if not self.keeps_whole:
+            return Parcel(apart(host, counts), None, is_apart=True)
+        rows, is_apart = self._rows_of(host, counts)
+        return Parcel(rows, counts, is_apart)
+
+    def _rows_of(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> tuple[list[torch.Tensor], bool]:
+        """What is sent, and whether that is each request's rows by themselves."""
+        require_memory(tensor, _WHAT)
+        is_apart = tensor.nbytes > SMALL * (tensor.shape[0] if counts is None else len(counts))
+        if not is_apart:
+            return [tensor], False
+        return list(tensor.unbind() if counts is None else tensor.split(list(counts))), True
 
     def work(self, is_time: Callable[[], bool]) -> None:
         """While ``is_time``: gives memory of its own to what has arrived."""

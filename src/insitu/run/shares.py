@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,51 @@ class _Each:
         self.at = at
         self.found: list[Any] = []
 
+    def __reduce__(self) -> Any:
+        return _Each, (self.parcel, self.at)
+
+
+class Left:
+    """Values with an ``_Each`` wherever requests have a tensor each; ``each`` are all of these. Pickled, it has the
+    rows of many requests in one."""
+
+    def __init__(self, saves: Mapping[str, Any], returned: Any, each: Sequence[_Each]) -> None:
+        self._saves = saves
+        self._returned = returned
+        self._each = each
+
+    def __reduce__(self) -> Any:
+        return Left, (self._saves, self._returned, self._each)
+
+    def of(self, members: Sequence[int]) -> Left:
+        """Of some requests alone."""
+        if all(len(one.at) == len(members) for one in self._each):
+            return self
+        at = {member: number for number, member in enumerate(members)}
+        made = {id(one): _Each(one.parcel.of([one.at[member] for member in members]), at) for one in self._each}
+        saves, returned = mapped((dict(self._saves), self._returned), _Each, lambda one: made[id(one)])
+        return Left(saves, returned, list(made.values()))
+
+    def saves(self, member: int) -> dict[str, Any]:
+        """What the request has saved."""
+        self._arrive()
+        return {name: _picked(value, member) for name, value in self._saves.items()}
+
+    def returned(self, member: int) -> Any:
+        self._arrive()
+        return _picked(self._returned, member)
+
+    def release(self, member: int) -> None:
+        """What the request has left is taken: nothing holds it here."""
+        for each in self._each:
+            if each.found:
+                each.found[each.at[member]] = None
+
+    def _arrive(self) -> None:
+        if self._each and not self._each[-1].found:
+            for each in self._each:
+                each.found = each.parcel.take_apart()
+
 
 class Shares:
     """Takes values home: each as soon as it is not going to be changed any more, while the engine goes on."""
@@ -32,10 +77,8 @@ class Shares:
         self._sent = dict(sent)
         """By the id of a tensor: it, its version, whose rows it has, and the rows under way."""
         self._new: list[int] = []
-        self._left: list[_Each] = []
+        self.left: Left = Left({}, None, ())
         self._positions: dict[Members, dict[int, int]] = {}
-        self._saves: Any = {}
-        self._returned: Any = None
 
     def parted(self) -> Shares:
         """For requests that go on apart from here on."""
@@ -81,9 +124,8 @@ class Shares:
         def home(value: Any) -> Any:
             return mapped(value, Ref, lambda ref: mapped(value_of(ref.number), Packed, apart))
 
-        self._saves = {name: home(value) for name, value in program.saves.items()}
-        self._returned = home(program.returned)
-        self._left = list(made.values())
+        saves = {name: home(value) for name, value in program.saves.items()}
+        self.left = Left(saves, home(program.returned), list(made.values()))
         self._sent.clear()
 
     def _each(self, value: Packed, members: Members) -> _Each:
@@ -92,33 +134,13 @@ class Shares:
             return _Each(sent[3], self._positions_of(sent[2]))
         narrowed(value, members)
         parcel = self._sender.send_packed(value.tensor, value.counts)
-        parcel = parcel or Parcel(value.like(value.tensor.cpu()).apart(), None, is_apart=True)
+        parcel = parcel or self._sender.brought(value.tensor, value.counts)
         return _Each(parcel, self._positions_of(value.members))
 
     def _positions_of(self, members: Members) -> dict[int, int]:
         if members not in self._positions:
             self._positions[members] = {member: number for number, member in enumerate(members)}
         return self._positions[members]
-
-    def saves(self, member: int) -> dict[str, Any]:
-        """What the request has saved."""
-        self._arrive()
-        return {name: _picked(value, member) for name, value in self._saves.items()}
-
-    def returned(self, member: int) -> Any:
-        self._arrive()
-        return _picked(self._returned, member)
-
-    def release(self, member: int) -> None:
-        """What the request has left is taken: nothing holds it here."""
-        for each in self._left:
-            if each.found:
-                each.found[each.at[member]] = None
-
-    def _arrive(self) -> None:
-        if self._left and not self._left[-1].found:
-            for each in self._left:
-                each.found = each.parcel.take_apart()
 
 
 def _picked(value: Any, member: int) -> Any:

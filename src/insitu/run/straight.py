@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import CodeType, FrameType
 from typing import Any
 
@@ -26,8 +26,8 @@ from insitu.tree import LOGITS, SAMPLES, Place
 
 class Recording:
     """The session of a block that is written down. ``kind_of``: what a place was seen to hold; ``place_of``: where a
-    standard name lies; ``shortest``: tokens of the shortest prompt; ``length``: steps that requests are certain to
-    have. ``ends``: after so many steps they end; ``over``: whether that is so, or they may end before."""
+    standard name lies; ``shortest``: tokens of the shortest prompt; ``lengths``: steps that requests are
+    certain to have. ``ends``: after so many steps they end; ``over``: whether that is so, or they may end before."""
 
     step: int = 0
 
@@ -38,14 +38,14 @@ class Recording:
         place_of: Callable[[str, int | None], Place],
         shortest: int,
         ends: int,
-        length: int | None = None,
+        lengths: Set[int | None],
         over: bool = False,
     ) -> None:
         self.owner = owner
         self.program: Program = Program()
         self.over = over
         self.ends = ends
-        self.length = length
+        self._lengths = lengths
         self._kind_of = kind_of
         self._place_of = place_of
         self._shortest = shortest
@@ -84,6 +84,12 @@ class Recording:
     @property
     def seen(self) -> int:
         return self.ends
+
+    @property
+    def length(self) -> int | None:
+        if len(self._lengths) > 1:
+            raise self.refused()
+        return next(iter(self._lengths))
 
     def go_to(self, step: int) -> bool:
         if step < self.step or (step == self.step and self._at is not None):

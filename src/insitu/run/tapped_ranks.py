@@ -97,6 +97,9 @@ class TappedLeader(Leader, TappedInterleaver):
     def _takes_promises(self, run: BlockRun) -> bool:
         return False  # the tables of the others would have to be told
 
+    def _foresee(self, runs: Iterable[BlockRun]) -> None:
+        """For the same reason tables do no edits."""
+
     def _serve_together(self, place: Place, live: Any) -> Any:
         return live if self._live else super()._serve_together(place, live)  # the others are told of each write
 

@@ -18,7 +18,6 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from insitu.block import RequestError
 from insitu.engine.lora import Loras
 from insitu.engine.tag import tag_of
-from insitu.engine.worker.company import Settled
 from insitu.engine.worker.following import FollowingHost
 from insitu.engine.worker.host import Host, New
 from insitu.engine.worker.kernels import EagerKernels
@@ -65,7 +64,7 @@ class Adapter:
         self.waits_in_forward: bool = False
         self.tapped: bool = False
         self._expects_logits = False
-        self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Settled, dict[Any, Rows]]] = {}
+        self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Any, dict[Any, Rows]]] = {}
         self.scored: torch.Tensor | None = None
         """This step's logits as sampling gets them."""
         self._in_traced_steps = [_StandIn(model, name, getattr(self, name)) for name in self.MODEL_METHODS]

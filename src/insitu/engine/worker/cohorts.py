@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -48,13 +48,28 @@ def grouped(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     """Those whose blocks may do the same, as far as their values tell that are not tensors."""
     groups: dict[Any, list[Candidate]] = {}
     for one in candidates:
-        groups.setdefault((_key(one.job), one.job.length), []).append(one)
+        groups.setdefault((_key(one.job), one.job.length is None), []).append(one)
     return list(groups.values())
 
 
-def cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Callable[[], bool]) -> Cohort | None:
-    """One run for all of a group; None if its block does not do the same beside each of them. ``others``: whether
-    there are other blocks, which may change the caller's tensors and lists while this one runs."""
+def cohorts_of(
+    group: Sequence[Candidate], interleaver: Interleaver, others: Callable[[], bool]
+) -> Iterator[tuple[Cohort, Sequence[Candidate]]]:
+    """One run for all of a group, or for those of certain lengths that have the same. ``others``: whether there are
+    other blocks, which may change the caller's tensors and lists while this one runs."""
+    cohort = _cohort_of(group, interleaver, others) if len(group) >= LEAST else None
+    by_length: dict[int | None, list[Candidate]] = {}
+    for one in group:
+        by_length.setdefault(one.job.length, []).append(one)
+    if cohort is not None:
+        yield cohort, group
+    elif len(by_length) > 1:
+        for part in by_length.values():
+            yield from cohorts_of(part, interleaver, others)
+
+
+def _cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Callable[[], bool]) -> Cohort | None:
+    """None if the block does not do the same beside each of them."""
     first = group[0].job
     writing = _Writing(group, interleaver, others)
     program = writing.written_down(max(one.ends for one in group))
@@ -65,6 +80,9 @@ def cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Call
     if takes_steps and not all(one.is_whole for one in group):
         return None  # a chunk of its prompt is a step, too
     if not (begins or (takes_steps and program.steps[0].what in _STEPS)):
+        return None
+    lengths = {one.job.length for one in group}
+    if len(lengths) > 1 and not all(program.can_end_as(one.ends, writing.ended_after) for one in group):
         return None
     everybody = tuple(range(len(group)))
     stale = writing.stale if takes_steps else _never
@@ -102,7 +120,7 @@ class _Writing:
             lambda name, layer: places.stream(name, layer).place,
             min(one.tokens for one in self._group),
             ends,
-            first.length,
+            {one.job.length for one in self._group},
             over,
         )
         program = recording.program

@@ -25,13 +25,22 @@ class Company:
         if not self.all:
             self._in_step = []
             return []
+        self.all = [cohort for cohort in self.all if not cohort.leader.done]
         for cohort in list(self.all):
             absent = cohort.absent(scheduled.keys())
             if absent and len(absent) < len(cohort.members):
                 self.all.append(cohort.part(absent))
-        self.all = [cohort for cohort in self.all if not cohort.leader.done]
         self._in_step = [cohort for cohort in self.all if not cohort.absent(scheduled.keys())]
         return [cohort.leader for cohort in self._in_step]
+
+    def news(self) -> dict[str, tuple[str, ...]]:
+        """For which requests the leaders in this step stand, by name, of those that it was not told of."""
+        found: dict[str, tuple[str, ...]] = {}
+        for cohort in self._in_step:
+            requests = tuple(cohort.members)
+            if requests != cohort.told:
+                cohort.told = found[cohort.leader.request] = requests
+        return found
 
     def settle(self, rows: dict[Any, Rows], spans: Mapping[str, tuple[int, int]], total: int) -> Settled:
         """Adds the leaders' rows to those of a step, in which requests have these spans."""

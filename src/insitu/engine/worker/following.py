@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from insitu.engine.worker.company import Company
 from insitu.engine.worker.host import New, run_key
+from insitu.run.followed import Followed
 from insitu.run.parallel import Follower, Shadow
 from insitu.run.stage_follower import StageFollower
 
@@ -16,7 +16,7 @@ class FollowingHost:
     def __init__(self, interleaver: Follower | StageFollower) -> None:
         self.interleaver = interleaver
         self.jobs: set[str] = set()
-        self.company = Company()
+        self.company: Followed = interleaver.company
         self.eager_steps = 0
         self.plain_steps = 0
         self.tapped_steps = 0
@@ -34,6 +34,7 @@ class FollowingHost:
             for key in keys:
                 self.jobs.discard(key)
                 for request, shadow in self._by_key.pop(key, ()):
+                    self.company.leave((request,))
                     self._live[request].remove(shadow)
                     if not self._live[request]:
                         del self._live[request]
@@ -64,7 +65,8 @@ class FollowingHost:
         """Is the leader's business."""
 
     def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[Shadow]]:
-        going = (request for request in scheduled if request in self._live and request not in self._left)
+        over, company = self._left, self.company
+        going = (each for each in scheduled if each in self._live and each not in over and each not in company)
         return {request: list(self._live[request]) for request in going}
 
     def tell_left(self) -> None:
@@ -72,6 +74,8 @@ class FollowingHost:
 
     def leave_out(self) -> None:
         self._left.update(request for request in self.interleaver.left if request in self._live)
+        if self.interleaver.left:
+            self.company.leave(self.interleaver.left)
 
     def after_step(self, runs: Mapping[str, list[Shadow]]) -> tuple[frozenset[str], frozenset[str]]:
         return self.interleaver.ended

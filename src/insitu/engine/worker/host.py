@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 from insitu.block import FunctionBlock, RequestError
 from insitu.engine.job import Execution, Job
 from insitu.engine.tag import Tag
-from insitu.engine.worker.cohorts import LEAST, Candidate, cohort_of, grouped
+from insitu.engine.worker.cohorts import LEAST, Candidate, cohorts_of, grouped
 from insitu.engine.worker.company import Company
 from insitu.engine.worker.members import Cohort, Member
 from insitu.run import BlockRun, Home, Interleaver, Outcome, outcome_of
+from insitu.run.parallel import Leader
+from insitu.run.posting import Post
 from insitu.run.tapped import TappedInterleaver
+from insitu.run.tapped_ranks import TappedLeader
 from insitu.tree import RESULT
 
 
@@ -83,7 +86,7 @@ class Host:
     tapped_steps: int = 0
     _live: dict[str, list[_Live]] = field(default_factory=dict)
     _going: dict[str, list[_Live]] = field(default_factory=dict)
-    """Of the requests that steps may still concern."""
+    """Of the requests that steps may still concern; none are left of one whose block has ended with its cohort."""
     _leaving: list[str] = field(default_factory=list)
     """Those of which other ranks do not know yet that steps concern them no more."""
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
@@ -120,8 +123,9 @@ class Host:
                 live.failed_beside |= live.run.error is None and live.request in failed
                 self.interleaver.finish(live.run, result)
         self._send([live for key in results for live in self._by_key.get(key, ())])
+        post = Post() if self.interleaver.sender.keeps_whole else None
         for key in results:  # all that are to come home are under way
-            outcomes[key] = [self._outcome(live) for live in self._by_key.get(key, ())]
+            outcomes[key] = [self._outcome(live, post) for live in self._by_key.get(key, ())]
             self._forget(key)
         self._clear_if_idle()
         return outcomes
@@ -140,9 +144,9 @@ class Host:
             going = [live for live in lives if not live.about.keep and not isinstance(live.execution, Member)]
             self.interleaver.sender.send([(live.execution.saved(), live.run.returned) for live in going])
 
-    def _outcome(self, live: _Live) -> Outcome:
+    def _outcome(self, live: _Live, post: Post | None) -> Outcome:
         ran = live.execution
-        outcome = ran.outcome() if isinstance(ran, Member) else self._outcome_alone(live)
+        outcome = ran.outcome(post) if isinstance(ran, Member) else self._outcome_alone(live)
         if live.failed_beside:
             outcome.error = None  # it was cut short, because another block of its request had failed
         outcome.edit = live.edit
@@ -211,11 +215,9 @@ class Host:
             return
         candidates = [self._candidate(new) for new in self._new.values()] if self._may_be_together else []
         for group in grouped(each for each in candidates if each is not None):
-            others = partial(self._has_others, group[0].job)
-            cohort = cohort_of(group, self.interleaver, others) if len(group) >= LEAST else None
-            if cohort is not None:
+            for cohort, part in cohorts_of(group, self.interleaver, partial(self._has_others, group[0].job)):
                 self.company.all.append(cohort)
-                for one in group:
+                for one in part:
                     self._join(cohort, self._new.pop(one.about.request), one.job)
         for new in self._new.values():
             self._begin_alone(new)
@@ -308,7 +310,7 @@ class Host:
                         )
                     )
                     if isinstance(live.execution, Member):
-                        self._going[request] = [live]  # no cohort tells of it any more
+                        self._going[request] = []  # no cohort tells of it any more
 
     def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[BlockRun]]:
         """The runs that go on beside these requests, by request, told how many rows each has in this step."""
@@ -323,6 +325,8 @@ class Host:
     def tell_left(self) -> None:
         """The step that begins is the last of requests whose blocks have ended, if all ranks are to know."""
         self.interleaver.left, self._leaving = self._leaving, []
+        if not self.interleaver.leaves_ended_out:
+            self.interleaver.together = self.company.news()
 
     def leave_out(self) -> None:
         """All ranks know."""
@@ -335,8 +339,11 @@ class Host:
         over: set[str] = set()
         released: set[str] = set()
         ended: list[_Live] = []
-        settled = [request for request, each in runs.items() if any(map(_is_settled, each))]
-        for request in [*settled, *self.company.ended]:
+        settled = [request for request, each in runs.items() if not each or any(map(_is_settled, each))]
+        company = self.company.ended
+        if not self.interleaver.leaves_ended_out:
+            self._going.update((request, []) for request in company)
+        for request in [*settled, *company]:
             lives = self._live.get(request, ())
             if any(live.run.stopping or (live.run.done and live.run.error is not None) for live in lives):
                 over.add(request)
@@ -366,8 +373,8 @@ def _bears_preemption(live: _Live) -> bool:
     return not live.whole or (not run.edited and not run.recorders and (run.done or run.waiting == RESULT))
 
 
-_KNOWN = (Interleaver, TappedInterleaver)
-"""What serves blocks in one process, where one run may stand for many."""
+_KNOWN = (Interleaver, TappedInterleaver, Leader, TappedLeader)
+"""What serves blocks where one run may stand for many."""
 _RESUMED = 64
 """Further steps in which a request that may be preempted computes its tokens again."""
 _NOTHING = Job("", FunctionBlock(lambda tracer: None))

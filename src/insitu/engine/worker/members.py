@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from insitu.block import Lost
 from insitu.run import BlockRun, Interleaver, Outcome, Rows
 from insitu.run.indices import index_on
 from insitu.run.packed import OtherKindError
+from insitu.run.posting import Post
+from insitu.run.shares import Left
 from insitu.run.together import Together
 
 
@@ -20,8 +22,11 @@ class Cohort:
         self.together = together
         self.lost = lost
         self.members: dict[str, Member] = {}
+        self.told: tuple[str, ...] = ()
+        """The requests, as other ranks know them."""
         self._interleaver = interleaver
         self.leader: BlockRun = BlockRun(together, interleaver)
+        self.leader.request = f"together/{next(_numbers)}"
         self.leader.owner = owner
         self.leader.rows = _MANY
         self.leader.many = together
@@ -90,6 +95,7 @@ class Cohort:
         return None if error is None else self.together.error_like(error, number)
 
 
+_numbers = count()
 _MANY = 2
 """Rows; how many more does not matter."""
 
@@ -133,7 +139,7 @@ class Member:
 
     @property
     def returned(self) -> Any:
-        return self.cohort.together.shares.returned(self.number)
+        return self._left.returned(self.number)
 
     def refuse(self, error: BaseException) -> None:
         if self.error is None:
@@ -150,13 +156,20 @@ class Member:
         self.let_go()
 
     def let_go(self) -> None:
-        self.cohort.together.shares.release(self.number)
+        self._left.release(self.number)
+
+    @property
+    def _left(self) -> Left:
+        return self.cohort.together.shares.left
 
     def saved(self) -> dict[str, Any]:
-        return {} if self._error is not None else self.cohort.together.shares.saves(self.number)
+        return {} if self._error is not None else self._left.saves(self.number)
 
-    def outcome(self) -> Outcome:
+    def outcome(self, post: Post | None) -> Outcome:
+        """``post``: what takes it to another process."""
         error = self.error
         if error is not None:
             return Outcome({}, returned=None, error=error, lost=())
+        if post is not None:
+            return post.take(self._left, self.number, self.cohort.lost)
         return Outcome(self.saved(), returned=self.returned, error=None, lost=self.cohort.lost)

@@ -70,6 +70,7 @@ class InsituWorker:
         interrupt_blocks_only()
         if isinstance(self.insitu_host, FollowingHost):
             return
+        self._insitu.interleaver.sender.keeps_whole = True
         config = self.model_runner.model_config  # type: ignore[attr-defined]
         side = WorkerSide(config.model, self._insitu.interleaver, lambda: cached_tokenizer_from_config(config))
         self.insitu_port = Port(side.name, side.find)
