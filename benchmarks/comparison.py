@@ -84,7 +84,9 @@ def compared(
                     took = others[name].run(work, prompts) if run is None else timed(partial(run, prompts))
                     for clock, seconds in took.items() if turn else ():
                         found[name][clock].append(seconds)
-            rows += _rows(title, found, {name: other.error for name, other in others.items()})
+            measured = _rows(title, found, {name: other.error for name, other in others.items()})
+            print(table(measured), flush=True)  # what is known, should the rest take too long
+            rows += measured
     finally:
         for other in others.values():
             other.close()
