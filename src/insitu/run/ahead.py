@@ -110,10 +110,13 @@ class Ahead:
         return page.take(target.visit.run)
 
     def vector(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy of what a block adds, which it may change afterwards; the same one as long as it has not."""
+        """A copy of what a block adds, which it may change afterwards; the same one as long as it has not. What lies
+        on the host may be changed by numpy, of which its version tells nothing."""
+        if value.is_inference():
+            return value.clone()
         key = (id(value), value._version)
         known = self._vectors.get(key)
-        if known is None:
+        if known is None or (value.device.type == "cpu" and not torch.equal(value, known[1])):
             if len(self._vectors) >= _VECTORS:
                 self._vectors.clear()
             known = self._vectors[key] = (value, value.detach().clone())

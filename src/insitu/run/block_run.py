@@ -212,9 +212,13 @@ class BlockRun:
         served = self._arrive(place)
         if self._quickly is not None:
             demand(self._quickly)  # it and its parts would each be edited by themselves
+        self.show_streams()
+        return (self._served or served).value
+
+    def show_streams(self) -> None:
+        """What was edited of streams is in their parts from here on."""
         for derived in (*self._older, *self._derived.values()):
             derived.show()
-        return (self._served or served).value
 
     def write(self, place: Place, value: Any) -> None:
         served = self._arrive(place)

@@ -73,13 +73,20 @@ def make(source: Target, name: str, args: Any, kwargs: Any) -> Any:
     rule = _RULES.get(name)
     if rule is None or not source.is_open or (kwargs and rule not in _WITH_SETTINGS):
         return NotImplemented
-    found = rule(_Operands(source), *args, **(kwargs or {}))
+    try:
+        found = rule(_Operands(source), *args, **(kwargs or {}))
+    except (TypeError, AttributeError, RuntimeError):  # arguments that only torch knows, or knows to be wrong
+        found = None
     if found is None:
         return NotImplemented
     made, shape = found
     if isinstance(made, torch.Tensor):
         return made
-    memory = torch.empty(shape, dtype=made.dtype, device=source.like.device)
+    if rule is _unsqueeze or (rule is _item and isinstance(made, Along)):
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = args[0].view(shape)  # what changes one changes the other
+    else:
+        memory = torch.empty(shape, dtype=made.dtype, device=source.like.device)
     place = Expressed(source, made, shape)
     return source.note(promise_in(memory, place, NOTHING))
 

@@ -145,7 +145,9 @@ class Look:
                 return False
             self._at = Visit(place, self._known.promisable(place), len(self._members))
             self._visits.append(self._at)
-        self._of[result.number] = self._at, self._at.which(stream)
+        which = self._at.which(stream)
+        self._of[result.number] = self._at, which
+        self._at.ways.add(isinstance(which, Stream))
         return True
 
     def _is_itself(self, step: Noted, value: Ref) -> bool:

@@ -32,8 +32,11 @@ class Promise(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         handler = _HANDLERS.get(name)
-        if handler is not None and type(args[0]) is cls:
-            answer = handler(args[0], *args[1:], **(kwargs or {}))
+        if handler is not None and args and type(args[0]) is cls:
+            try:
+                answer = handler(args[0], *args[1:], **(kwargs or {}))
+            except TypeError:  # an argument that only torch knows
+                answer = NotImplemented
             if answer is not NotImplemented:
                 return answer
         about = func.__self__.__name__ in _ATTRIBUTES if name == "__get__" else name in _ABOUT

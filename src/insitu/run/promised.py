@@ -174,6 +174,8 @@ class PromisedServed(Served):
 
     @property
     def value(self) -> Any:
+        if self.kept is None and self.target is not None and self.target.stream is not None:
+            self.keep()
         if self.kept is not None:
             return self.kept.value
         if self.fulfilled:
@@ -195,7 +197,8 @@ class PromisedServed(Served):
     def shared_stream(self, stream: Stream) -> torch.Tensor | None:
         if self.kept is not None:
             return self.kept.shared_stream(stream)
-        if stream.multiplier != 1 or stream.count != len(self.known.like):
+        is_part_edited = self.target is not None and self.target.stream is None
+        if stream.multiplier != 1 or stream.count != len(self.known.like) or (stream.count > 1 and is_part_edited):
             self.keep()
             return None
         if stream.count == 1:
@@ -294,6 +297,8 @@ class PromisedServed(Served):
                 fulfil(target.promise, sum(others, first))
         for each in self._held_expressions():
             each.place.give(each, each.place.source.promise)
+        if any(target.stream is not None for target in self.targets):
+            self.run.show_streams()  # as they are before any edit, so that what is changed from here on is known
         if self.target is not None and self.target.edits is not None:
             self.target.edits.apply(self.target.promise)
         self.targets.clear()

@@ -54,6 +54,8 @@ class Recording:
         self._closed = False
         self._kept: list[Sym] = []
         self._parts: dict[tuple[Place | None, int], list[weakref.ref[Sym]]] = {}
+        self._columns: dict[Any, list[weakref.ref[Sym]]] = {}
+        """What has an axis more, by the memory that it shares."""
 
     def count(self) -> int:
         self._count += 1
@@ -187,11 +189,23 @@ class Recording:
             result._shaped = what in ("apart", "product") or any(
                 isinstance(each, Sym) and each._shaped for each in args
             )
+        if result is not None:
+            self._note_memory(result, what, args)
         if result is not None and what == "read":
             self.program.kinds[result._number] = kind
         named = None if result is None else Ref(result._number)
         self.program.steps.append(Noted(what, mapped(args, Sym, ref_of), named, _line(sys._getframe(1))))
         return result
+
+    def _note_memory(self, result: Sym, what: str, args: tuple[Any, ...]) -> None:
+        """Whose memory it is a view of when a block runs alone."""
+        if what in ("read", "stream", "part"):
+            result._memory = result._place, result._when
+        elif what == "rows" or (what in PLAIN_METHODS and what != "clone"):
+            result._memory = args[0]._memory
+        elif what == "apart" and args[1] == "unsqueeze":
+            result._memory = args[0]._memory
+            self._columns.setdefault(result._memory, []).append(weakref.ref(result))
 
     def apart(self, name: str, value: Sym, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on each request's rows by themselves."""
@@ -221,6 +235,8 @@ class Recording:
             raise self.refused()
         parts = self._parts_at(target._place, target._when)
         if any(part is not target or part._base is None for part in parts):
+            raise self.refused()
+        if any(column() is not None for column in self._columns.pop(target._memory, ())):
             raise self.refused()
         if self.together(target, value) != (target._kind, target._span):
             raise self.refused()

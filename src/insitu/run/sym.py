@@ -30,13 +30,14 @@ class Sym:
     """
 
     __slots__ = (
-        "__weakref__", "_base", "_captured", "_key", "_kind", "_number", "_place", "_recording", "_shaped", "_span",
-        "_when",
+        "__weakref__", "_base", "_captured", "_key", "_kind", "_memory", "_number", "_place", "_recording", "_shaped",
+        "_span", "_when",
     )  # fmt: skip
 
     def __init__(self, recording: Recording, kind: Any, place: Place | None, span: Any = None, when: int = 0) -> None:
         self._recording = recording
         self._number = recording.count()
+        self._memory: Any = self._number
         self._when = when
         self._kind = kind
         self._place = place

@@ -64,6 +64,9 @@ class Visit:
         self.place = place
         self.used = False
         self.edits: Affine | None = None
+        self.ways: set[bool] = set()
+        """Whether it was read as the sum of its tensors, and whether by themselves: of both, what is edited one way is
+        not to show in what was read the other way before."""
         self.count = 0
         """How often it was edited."""
         self._known = known
@@ -83,7 +86,7 @@ class Visit:
 
     def take(self, which: Any, what: str, value: Any) -> bool:
         """Notes an edit; False if it can't be."""
-        if self._known is None or self.used or self._target not in (None, which):
+        if self._known is None or self.used or self._target not in (None, which) or len(self.ways) > 1:
             return False
         if not isinstance(which, (int, Stream)):
             return False
