@@ -88,6 +88,12 @@ def keeps_the_sum_of_before(model: VLLM, seen: list[Any]) -> None:
     seen.append(stream)
 
 
+def leaves_what_it_makes_after_an_edit(model: VLLM, seen: list[Any]) -> None:
+    x = model.resid_post[1]
+    x[:] += V
+    seen.append(x[-1] + W)
+
+
 def names_arguments_as_numpy_does(model: VLLM, seen: list[Any]) -> None:
     x = model.resid_post[1]
     x -= (x * V).sum(axis=-1, keepdims=True) * V
@@ -118,6 +124,7 @@ def changes_a_vector_by_numpy(model: VLLM, seen: list[Any]) -> None:
 
 VISITS: list[Visit] = [
     changes_a_product, changes_a_column, changes_what_a_column_is_of, edits_a_part_and_the_sum,
+    leaves_what_it_makes_after_an_edit,
     edits_the_sum_and_a_part, edits_both_after_reading_both, keeps_the_sum_of_before, names_arguments_as_numpy_does,
     gives_memory_for_what_comes, names_all_arguments, changes_a_vector_by_numpy,
 ]  # fmt: skip

@@ -86,7 +86,7 @@ class Look:
                 return None
             end += 1
         freed = {number for at in range(start, end + 1) for number in program.frees.get(at, ())}
-        if not self._leaves_out(freed):
+        if not self._leaves_out(freed - program.comes_home.keys()):
             return None
         edits = {visit.place: visit.edit() for visit in self._visits if visit.edits is not None}
         for place, old in before.edits.items() if before is not None else ():
