@@ -99,7 +99,7 @@ def test_at_each_step_and_of_heads_and_logits(learnt: VLLM) -> None:
         "return x.mean((0, 1))", "return x.mean(0, keepdim=True)", "return x.std(0)", "return x.unsqueeze(0)",
         "return x[2:].amax(0)", "return x.topk(2)", "return VECTOR @ x[-1]",
         "return torch.outer(VECTOR, x @ VECTOR)",
-        "return x / x[-1].norm()", "return x[:, None]",
+        "return x / x[-1].norm()", "return x[:, None]", "return x[::2].mean()", "return x[::2] @ VECTOR",
         "return torch.stack([x, x])", "return torch.relu(VECTOR) + x", "model.resid_post[1] = x.softmax(-1)",
     ],
 )  # fmt: skip

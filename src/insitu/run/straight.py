@@ -209,8 +209,7 @@ class Recording:
 
     def apart(self, name: str, value: Sym, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation on each request's rows by themselves."""
-        if value._captured:
-            raise self.refused()
+        self._require_dense(value)
         found = (
             outcome_of_product(value._kind, args[0])
             if name == "matmul"
@@ -221,10 +220,16 @@ class Recording:
         span = value._span if found.by_rows else None
         return self.note("apart", (value, name, args, kwargs, found.kind.each), found.kind, value._place, span)
 
+    def _require_dense(self, value: Sym) -> None:
+        """Kernels round another way where rows do not lie side by side, as every second one does alone."""
+        if value._captured or (value._span is not None and value._span[2] != 1):
+            raise self.refused()
+
     def product(self, value: Sym, vector: Sym) -> Any:
         """Of each request's rows with a vector of its own."""
         kind = value._kind
-        if value._captured or vector._kind != ByRows(1, each=True) or kind.dims < 1:
+        self._require_dense(value)
+        if vector._kind != ByRows(1, each=True) or kind.dims < 1:
             raise self.refused()
         made = ByRows(kind.dims - 1, kind.each)
         return self.note("product", (value, vector, kind.each), made, value._place, value._span)

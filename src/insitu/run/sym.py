@@ -79,9 +79,8 @@ class Sym:
         if kind.each or self._span is not None or not recording.fits(key, self):
             raise recording.refused()
         one = type(key) is int
-        part = recording.note(
-            "rows", (self, key), ByRows(kind.dims - one, one), self._place, None if one else repr(key)
-        )
+        span = (key.start, key.stop, key.step or 1) if isinstance(key, slice) else None
+        part = recording.note("rows", (self, key), ByRows(kind.dims - one, one), self._place, span)
         part._base, part._key = self, key
         return part
 
