@@ -65,5 +65,10 @@ class Company:
         """The requests whose block has ended in this step."""
         return [request for cohort in self._in_step if cohort.leader.done for request in cohort.members]
 
+    @property
+    def edited(self) -> list[str]:
+        """The requests in this step that a block has edited."""
+        return [request for cohort in self._in_step if cohort.leader.edited for request in cohort.members]
+
     def forget(self) -> None:
         self.all, self._in_step = [], []

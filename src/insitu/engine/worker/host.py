@@ -358,6 +358,11 @@ class Host:
         self._send(ended)
         return frozenset(over), frozenset(released)
 
+    def edited(self, runs: Mapping[str, list[BlockRun]]) -> list[str]:
+        """Those of these requests, and of the cohorts in this step, that blocks have edited."""
+        alone = [request for request, each in runs.items() if any(run.edited for run in each)]
+        return alone + self.company.edited
+
 
 def run_key(request: str, edit: int | None) -> str:
     """Names one of the runs beside a request."""

@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from insitu.engine.job import BY_BLOCK
 from insitu.engine.tag import has_tag, is_whole
+from insitu.engine.worker.leftover import Leftover
 from insitu.engine.worker.reserved import Reserved
 
 _NEVER_PREEMPTED = -(2**31)
@@ -37,6 +38,7 @@ class TracedScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._reserved = Reserved(self.kv_cache_manager, self.max_model_len)
         self._with_blocks: set[str] = set()
+        self._leftover = Leftover(self.kv_cache_manager, self.kv_cache_config)
 
     def add_request(self, request: Request) -> None:
         if has_tag(request.sampling_params):
@@ -45,8 +47,12 @@ class TracedScheduler(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if not self._with_blocks:
-            return super().schedule(*args, **kwargs)
+        output = self._scheduled(*args, **kwargs) if self._with_blocks else super().schedule(*args, **kwargs)
+        if self._leftover:
+            self._leftover.clear_in(output)
+        return output
+
+    def _scheduled(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._with_blocks -= self.finished_req_ids
         self._reserved.release(self.finished_req_ids)
         if not self._reserved:  # none of those here is to be whole, or to keep anything
@@ -116,6 +122,7 @@ class TracedScheduler(Scheduler):
         if not self._with_blocks:
             return super().update_from_output(scheduler_output, model_runner_output)
         self._reserved.release(getattr(model_runner_output, "insitu_released", ()))
+        self._leftover.note(getattr(model_runner_output, "insitu_edited", ()))
         ended = getattr(model_runner_output, "insitu_ended", ())
         if not ended:  # vLLM asks for the method once a request: its own costs less
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -124,6 +131,11 @@ class TracedScheduler(Scheduler):
             return super().update_from_output(scheduler_output, model_runner_output)
         finally:
             del self._update_request_with_output
+
+    def _free_request_blocks(self, request: Request) -> None:
+        if self._leftover:
+            self._leftover.freed(request)
+        super()._free_request_blocks(request)
 
     @staticmethod
     def _update_or_end(
