@@ -126,9 +126,9 @@ class Visit:
     def row_of(self, value: Any, anywhere: bool = False) -> torch.Tensor | float | None:
         """What can be given to a row of each request: one number, one vector, or a vector each."""
         like = self._like
-        return (
-            None if like is None else _rows_of(value, self._members, like.shape[-1], None if anywhere else like.device)
-        )
+        if like is None:
+            return None
+        return _rows_of(value, self._members, like.shape[-1], None if anywhere else like.device)
 
     def expression(self, which: Any) -> Row | None:
         """What is there now."""

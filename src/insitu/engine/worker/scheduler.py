@@ -1,7 +1,7 @@
-"""vLLM's scheduler, with the three things that a traced request needs of it.
+"""vLLM's scheduler, with the three things that a traced request needs of it, and one that others need.
 
 Its prompt is computed in one step, so that its block sees every row at once; it keeps its memory for as
-long as its block goes on; and its block can end it.
+long as its block goes on; and its block can end it. What an edited one has left in its memory, nobody else meets.
 """
 
 from __future__ import annotations
