@@ -20,8 +20,9 @@ from vllm import LLM
 
 import insitu
 from benchmarks import growth
-from benchmarks.comparison import compared
+from benchmarks.comparison import compared, started, vocabulary_of
 from benchmarks.report import arguments, peers_of, write_down
+from benchmarks.sweep import cases, plain_of
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 1024}
 
@@ -39,7 +40,8 @@ def main() -> None:
         settings = {"engine": engine, "device": "cpu", "dtype": "float32"}
         plain = LLM(folder, **engine)
         with insitu.VLLM(folder, dispatch=True, **engine) as model:
-            rows = compared(plain, model, folder, peers_of(chosen), settings, chosen)
+            others = started(peers_of(chosen), folder, settings)
+            rows = compared(plain_of(plain), cases(model), vocabulary_of(model), others, chosen)
         del plain
         gc.collect()
     if chosen.growth:

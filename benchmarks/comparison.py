@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.sweep import cases, plain_of
+from benchmarks.sweep import Case
 
 WORKS = {
     "one": "one place saved",
+    "steps": "one place saved at every step",
     "last": "every layer's last token",
     "every": "every layer saved",
     "vectors": "a vector each",
@@ -26,10 +27,11 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 class Peer:
-    """One of `benchmarks.peers` in a process of its own. `error`: why it can't run."""
+    """One of `benchmarks.peers` in a process of its own. `error`: why it can't run, or could not run its last work."""
 
     def __init__(self, kind: str, python: str, folder: str, settings: Mapping[str, Any]) -> None:
         self.error = ""
+        self._failed: set[str] = set()
         command = [python, str(Path(__file__).with_name("peers.py")), kind, folder, json.dumps(settings)]
         try:
             self._process = subprocess.Popen(
@@ -37,24 +39,27 @@ class Peer:
             )
         except OSError as error:
             self.error = str(error)
-            return
-        self._hear()
+        self._up = not self.error and "works" in self._hear()
 
     def _hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": "its process has ended"}
-        self.error = self.error or answer.get("error", "")
+        self._up = bool(line)
+        self.error = answer.get("error", "")
         return answer
 
     def run(self, work: str, prompts: list[list[int]]) -> dict[str, float]:
-        """Seconds by clock and of the processor; nothing if it failed."""
-        assert self._process.stdin is not None
-        if self.error:
+        """Seconds by clock and of the processor; nothing if it failed, now or before."""
+        if not self._up or work in self._failed:
             return {}
+        assert self._process.stdin is not None
         print(json.dumps({"work": work, "prompts": prompts}), file=self._process.stdin, flush=True)
         answer = self._hear()
-        return {} if self.error else answer
+        if not self.error:
+            return answer
+        self._failed.add(work)
+        return {}
 
     def close(self) -> None:
         if hasattr(self, "_process"):
@@ -62,17 +67,18 @@ class Peer:
             self._process.wait()
 
 
+def started(peers: Mapping[str, str], folder: str, settings: Mapping[str, Any]) -> dict[str, Peer]:
+    """`peers`: the interpreter of each kind."""
+    return {_titled(kind): Peer(kind, python, folder, settings) for kind, python in peers.items()}
+
+
 def compared(
-    plain: Any, model: Any, folder: str, peers: Mapping[str, str], settings: dict[str, Any], chosen: Any
+    base: Case, own: Mapping[str, Case], vocabulary: int, others: Mapping[str, Peer], chosen: Any
 ) -> list[dict[str, Any]]:
     """Rows of `chosen.works` and system: seconds of `chosen.rounds` rounds of `chosen.prompts` prompts of
-    `chosen.tokens` tokens.
-    `plain`: vLLM's own `LLM`, in this process too, since processes differ by a quarter in how their memory lies;
-    `peers`: the interpreter of each kind."""
-    others = {_titled(kind): Peer(kind, python, folder, settings) for kind, python in peers.items()}
-    own = cases(model)
-    base = plain_of(plain)
-    vocabulary = model.vllm_entrypoint.model_config.get_vocab_size()
+    `chosen.tokens` tokens. The peers are closed in the end.
+    `base`: by vLLM's own `LLM`, in this process as `own` is, since processes differ by a quarter in how their memory
+    lies."""
     rows: list[dict[str, Any]] = []
     try:
         for work, title in ((work, WORKS[work]) for work in chosen.works):
@@ -91,6 +97,10 @@ def compared(
         for other in others.values():
             other.close()
     return rows
+
+
+def vocabulary_of(model: Any) -> int:
+    return model.vllm_entrypoint.model_config.get_vocab_size()
 
 
 def timed(run: Callable[[], object]) -> dict[str, float]:

@@ -6,7 +6,8 @@ to the host. Each case by turns with plain vLLM, whose engine runs in a process 
 block for each request, and with one for all.
 
 `python -m benchmarks.gpu sweep` has the rows of `python -m benchmarks` instead: 1024 prompts of which a block reads or
-edits the prefill, beside plain vLLM, transformers with hooks and other libraries.
+edits the prefill, beside plain vLLM, transformers with hooks and other libraries. `python -m benchmarks.gpu peers`: the
+work of this table, with 32 tokens generated, by libraries that work inside vLLM.
 """
 
 from __future__ import annotations
@@ -210,5 +211,9 @@ if __name__ == "__main__":
         from benchmarks.gpu_sweep import sweep
 
         sweep(sys.argv[2:])
+    elif sys.argv[1:2] == ["peers"]:
+        from benchmarks.gpu_peers import beside
+
+        beside(sys.argv[2:])
     else:
         main()

@@ -13,26 +13,27 @@ import torch
 from vllm import LLM
 
 import insitu
-from benchmarks.comparison import compared
+from benchmarks.comparison import compared, started, vocabulary_of
 from benchmarks.gpu import ENGINE, TOKENS, folder_of_shape, seconds_of
-from benchmarks.report import arguments, peers_of, write_down
-from benchmarks.sweep import GREEDY, plain_of
+from benchmarks.report import PEERS, arguments, peers_of, write_down
+from benchmarks.sweep import GREEDY, cases, plain_of
 
 
 def sweep(argv: Sequence[str]) -> None:
-    parser = arguments(__doc__, prompts=1024, tokens=TOKENS)
+    parser = arguments(__doc__, peers=(*PEERS, "nnsight-vllm"), prompts=1024, tokens=TOKENS)
     parser.add_argument("--model", default="", help="a folder (default: random weights of Llama-8B's shape)")
     parser.add_argument("--device", default="cuda", help="of transformers; the engines run where vLLM's build does")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=ENGINE["max_model_len"])
     chosen = parser.parse_args(argv)
     folder = chosen.model or folder_of_shape()
-    engine = {**ENGINE, "max_num_seqs": chosen.prompts, "enforce_eager": chosen.eager}
+    engine = {**ENGINE, "max_num_seqs": chosen.prompts, "enforce_eager": chosen.eager, "gpu_memory_utilization": 0.25}
     engine |= {"dtype": chosen.dtype, "max_model_len": chosen.max_model_len}
-    settings = {"engine": engine, "device": chosen.device, "dtype": chosen.dtype}
+    settings = {"engine": engine, "device": chosen.device, "dtype": chosen.dtype, "max_tokens": 1}
     plain = LLM(folder, **engine)
     with insitu.VLLM(folder, dispatch=True, **engine) as model:
-        rows = compared(plain, model, folder, peers_of(chosen), settings, chosen)
+        others = started(peers_of(chosen), folder, settings)
+        rows = compared(plain_of(plain), cases(model), vocabulary_of(model), others, chosen)
         print(f"{to_the_host(model, rows, chosen)}\n{one_alone(plain, model, chosen.tokens)}\n", flush=True)
     write_down(chosen.out, rows, {}, "wall")
 
@@ -64,7 +65,7 @@ def one_alone(plain: Any, model: Any, tokens: int, rounds: int = 100) -> str:
     base, generator, middle = plain_of(plain), random.Random(0), len(model.resid_post) // 2
     here = plain_of(model.vllm_entrypoint)  # vLLM's `LLM` on insitu's engine, which is in this process
     found: dict[str, list[float]] = {"plain": [], "untraced": [], "traced": []}
-    vocabulary = model.vllm_entrypoint.model_config.get_vocab_size()
+    vocabulary = vocabulary_of(model)
     for turn in range(rounds + 10):
         prompts = [[generator.randrange(4, vocabulary - 4) for _ in range(tokens)]]
         works = {

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from peers_in_vllm import KINDS as IN_VLLM  # beside this file, which is run as a script
+
 Prompts = list[list[int]]
 Work = Callable[[Prompts], object]
 AT_ONCE = 64
@@ -135,7 +137,7 @@ def vllm_lens(folder: str, settings: dict[str, Any]) -> dict[str, Work]:
     return {"one": lambda prompts: run(prompts, [count // 2]), "last": every, "every": every}
 
 
-KINDS = {"transformers": transformers, "nnsight": nnsight, "vllm-lens": vllm_lens}
+KINDS = {"transformers": transformers, "nnsight": nnsight, "vllm-lens": vllm_lens, **IN_VLLM}
 
 
 def main() -> None:
