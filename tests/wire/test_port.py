@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import importlib
 import os
 import threading
@@ -9,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,9 +86,67 @@ def test_large_tensors_are_not_in_the_message_and_their_memory_is_given_back() -
     got = other.unpack(message)
     one.unpack(other.pack("thanks"))
     assert one.lent == 0
-    del message
+    assert len(os.listdir("/proc/self/fd")) == files  # what has arrived keeps no file open
     assert torch.equal(got, BIG)
     del got
+    assert mapped() == 0
+
+
+def mapped() -> int:
+    """Bytes of what has arrived in memory of its own."""
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "memfd:insitu" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize(
+    "sizes",
+    [[9_000_000], [1, 70_000, 9_000_000, 65_536, 65_535, 0, 4_300_000, 65_537], [100_000] * 90, [2**20] * 40],
+    ids=["one", "all sorts", "many", "pages"],
+)
+def test_what_lies_in_several_files_arrives_whole(
+    sizes: list[int], cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written by one thread, or by several."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    generator = np.random.default_rng(len(sizes))
+    values = [generator.integers(0, 256, size, np.uint8) for size in sizes]
+    files = len(os.listdir("/proc/self/fd"))
+    one, other = ends()
+    message = one.pack(values)
+    assert len(os.listdir("/proc/self/fd")) >= files + 2
+    got = other.unpack(message)
+    one.unpack(other.pack(None))
+    for thread in threading.enumerate():
+        if thread.name == "insitu-close":
+            thread.join()
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert all(np.array_equal(each, value) for each, value in zip(got, values, strict=True))
+    for each in got:
+        each[...] = 0
+    del each, got
+    assert mapped() == 0
+
+
+def test_one_value_that_is_kept_does_not_keep_the_memory_of_all() -> None:
+    kept = sent([torch.ones(2**20) for _ in range(16)])[5]
+    assert kept.nbytes <= mapped() <= 2**23
+    assert kept.sum() == 2**20
+
+
+def test_memory_that_can_t_be_had_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = ends()
+    files = len(os.listdir("/proc/self/fd"))
+
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        one.pack([BIG, torch.ones(2**22)])
+    assert one.lent == 0
     assert len(os.listdir("/proc/self/fd")) == files
 
 
