@@ -277,10 +277,23 @@ def projects_two_out(model: VLLM) -> Callable[[Any], Any]:
     return block
 
 
+def uses_at_a_place_what_it_made_before(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        for _ in tracer.iter[:]:
+            first = model.resid_post[0]
+            doubled = first * 2
+            model.resid_post[2] += V
+            seen += [-doubled, doubled.float(), model.logits[0]]
+        return seen
+
+    return block
+
+
 IN_TABLES = [adds_and_keeps, edits_many_places, edits_an_output, edits_what_was_left, edits_logits]
 IN_TABLES += [projects_out, projects_out_elsewise, replaces]
 ELSE = [edits_a_part, edits_what_was_used, adds_what_it_saw_before, adds_the_place_before, leaves_the_taps]
-ELSE += [keeps_what_it_projects_out, projects_two_out]
+ELSE += [keeps_what_it_projects_out, projects_two_out, uses_at_a_place_what_it_made_before]
 
 
 @pytest.mark.parametrize("made", [*BLOCKS, *IN_TABLES, *ELSE])

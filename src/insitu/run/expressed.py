@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from insitu.run.affine import Affine, as_row
-from insitu.run.expression import Along, Expression, Operand, Row, combined, scaled, summed
+from insitu.run.expression import Along, Expression, Operand, Row, made_of, product
 from insitu.run.promise import NOTHING, Promise, fulfil, promise_in
 
 if TYPE_CHECKING:
@@ -112,73 +113,53 @@ Found = tuple[Any, Shape] | None
 
 
 def _binary(what: str, of: _Operands, left: Any, right: Any) -> Found:
-    made = combined(what, of(left), of(right))
-    if made is None:
+    found = made_of(what, of(left), of(right))
+    if found is None:
         return None
     shape = tuple(torch.broadcast_shapes(*(each.shape for each in (left, right) if isinstance(each, torch.Tensor))))
-    return (made, shape) if isinstance(made, Along) or shape[-1] == of.width else None
-
-
-def _add(of: _Operands, left: Any, right: Any) -> Found:
-    return _binary("add", of, left, right)
-
-
-def _subtract(of: _Operands, left: Any, right: Any) -> Found:
-    return _binary("sub", of, left, right)
+    return (found, shape) if isinstance(found, Along) or shape[-1] == of.width else None
 
 
 def _subtract_from(of: _Operands, left: Any, right: Any) -> Found:
     return _binary("sub", of, right, left)
 
 
-def _multiply(of: _Operands, left: Any, right: Any) -> Found:
-    return _binary("mul", of, left, right)
-
-
-def _divide(of: _Operands, left: Any, right: Any) -> Found:
-    return _binary("truediv", of, left, right)
-
-
 def _negate(of: _Operands, value: Any) -> Found:
-    made = of.expression(value)
-    return None if made is None else (scaled(made, -1.0), tuple(value.shape))
+    found = made_of("neg", of.expression(value))
+    return None if found is None else (found, tuple(value.shape))
 
 
 def _product(of: _Operands, left: Any, right: Any) -> Found:
     if not isinstance(left, Promise):  # of two vectors
         return _product(of, right, left) if isinstance(right, Promise) and left.dim() == right.dim() == 1 else None
-    if isinstance(right, Promise):
-        return None
     shape, value = tuple(left.shape), of.expression(left)
-    if isinstance(value, Along):
-        fits = shape[-1:] == (1,) and right.dim() == 2
-        made = combined("matmul", value, of(right)) if fits else None
-        return None if made is None else (made, (*shape[:-1], of.width))
-    column = right.dim() == 2 and right.shape == (of.width, 1)
-    if not column and right.dim() != 1:
+    if isinstance(right, Promise) or (isinstance(value, Along) and shape[-1:] != (1,)):
         return None
-    made = combined("matmul", value, of(right[:, 0] if column else right))
-    return None if made is None else (made, (*shape[:-1], 1) if column else shape[:-1])
+    found = product(value, right, of)
+    if found is None:
+        return None
+    width = of.width if isinstance(value, Along) else 1
+    return found, (*shape[:-1], width) if right.dim() == 2 else shape[:-1]
 
 
 def _outer(of: _Operands, left: Any, right: Any) -> Found:
     if not isinstance(left, Promise) or isinstance(right, Promise) or left.shape != (1,) or right.dim() != 1:
         return None
-    made = combined("mul", of.expression(left), of(right))
-    return None if made is None else (made, (1, of.width))
+    found = made_of("mul", of.expression(left), of(right))
+    return None if found is None else (found, (1, of.width))
 
 
 def _sum(of: _Operands, value: Any, dim: Any = None, keepdim: Any = False, dtype: Any = None) -> Found:
-    made = summed(of.expression(value))
-    if made is None or dtype is not None or type(dim) is not int or dim not in (-1, value.dim() - 1):
+    found = made_of("sum", of.expression(value))
+    if found is None or dtype is not None or type(dim) is not int or dim not in (-1, value.dim() - 1):
         return None
-    return made, (*value.shape[:-1], 1) if keepdim else tuple(value.shape[:-1])
+    return found, (*value.shape[:-1], 1) if keepdim else tuple(value.shape[:-1])
 
 
 def _unsqueeze(of: _Operands, value: Any, dim: Any) -> Found:
-    made = of.expression(value)
-    fits = isinstance(made, Along) and type(dim) is int and -value.dim() - 1 <= dim <= value.dim()
-    return (made, (1,) * (value.dim() + 1)) if fits else None
+    found = made_of("unsqueeze", of.expression(value))
+    fits = type(dim) is int and -value.dim() - 1 <= dim <= value.dim()
+    return (found, (1,) * (value.dim() + 1)) if fits and found is not None else None
 
 
 def _item(of: _Operands, value: Any, index: Any) -> Found:
@@ -229,12 +210,12 @@ def _in_shape(of: _Operands, value: Any, *shape: Any) -> Found:
 _parse_to: Any = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
 
 _RULES: dict[str, Any] = {
-    "add": _add,
-    "sub": _subtract,
+    "add": partial(_binary, "add"),
+    "sub": partial(_binary, "sub"),
     "__rsub__": _subtract_from,
     "rsub": _subtract_from,
-    "mul": _multiply,
-    "div": _divide,
+    "mul": partial(_binary, "mul"),
+    "div": partial(_binary, "truediv"),
     "neg": _negate,
     "matmul": _product,
     "mv": _product,

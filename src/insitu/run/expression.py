@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,21 +39,47 @@ Operand = Expression | torch.Tensor | float | None
 """A tensor is one vector as wide as the row; None is anything else."""
 
 
-def combined(what: str, left: Operand, right: Operand) -> Expression | None:
-    """What an operation gives of which one operand at least is an expression; None for what no table can do."""
+def made_of(what: str, *operands: Operand) -> Expression | None:
+    """What an operation gives of operands of which one at least is an expression; None for what no table can do.
+    ``rows`` are all, of which there is one, ``sum`` goes along it, and ``unsqueeze`` is of numbers."""
+    match what, operands:
+        case "neg", (Row() | Weighted() | Along() as value,):
+            return _scaled(value, -1.0)
+        case "float", (Row() | Weighted() | Along() as value,):
+            return value._replace(dtype=torch.float32)
+        case ("rows", (Row() as value,)) | ("unsqueeze", (Along() as value,)):
+            return value
+        case "sum", (Weighted() as value,):
+            return Along(value.affine, value.dtype, value.vector, 1.0)
+        case _, (left, right):
+            return _combined(what, left, right)
+        case _:
+            return None
+
+
+def product(value: Operand, other: torch.Tensor, of: Callable[[torch.Tensor], Operand]) -> Expression | None:
+    """That of a row with a vector or a column, or of numbers, one below the other, with a row; ``of`` says what a
+    tensor is as an operand."""
+    column = other.dim() == 2 and other.shape[1] == 1
+    if isinstance(value, Along):
+        return made_of("matmul", value, of(other)) if other.dim() == 2 else None
+    return made_of("matmul", value, of(other[:, 0] if column else other)) if column or other.dim() == 1 else None
+
+
+def _combined(what: str, left: Operand, right: Operand) -> Expression | None:
     match what, left, right:
         case "add" | "sub", Row(), _:
             return _sum(left, right, 1.0 if what == "add" else -1.0)
         case "add", _, Row():
             return _sum(right, left, 1.0)
         case "sub", _, Row():
-            return _sum(scaled(right, -1.0), left, 1.0)
+            return _sum(_scaled(right, -1.0), left, 1.0)
         case "mul", Row() | Weighted() | Along(), float():
-            return scaled(left, right)
+            return _scaled(left, right)
         case "mul", float(), Row() | Weighted() | Along():
-            return scaled(right, left)
+            return _scaled(right, left)
         case "truediv", Row() | Weighted() | Along(), float():
-            return scaled(left, 1 / right) if right else None
+            return _scaled(left, 1 / right) if right else None
         case "mul", Row() | Along(), torch.Tensor():
             return _stretched(left, right)
         case "mul", torch.Tensor(), Row() | Along():
@@ -65,12 +92,7 @@ def combined(what: str, left: Operand, right: Operand) -> Expression | None:
             return None
 
 
-def summed(value: Operand) -> Along | None:
-    """The sum of a row's elements."""
-    return Along(value.affine, value.dtype, value.vector, 1.0) if isinstance(value, Weighted) else None
-
-
-def scaled(value: Any, factor: float) -> Any:
+def _scaled(value: Any, factor: float) -> Any:
     if not factor:  # of what is not finite, zero times it is not zero
         return None
     if isinstance(value, Along):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from insitu.run.affine import Affine, AffineOfMany, as_row
-from insitu.run.expression import Along, Expression, Operand, Row, combined, scaled, summed
-from insitu.run.noted import OPERATIONS, Noted, Ref
+from insitu.run.expression import Expression, Operand, Row, made_of, product
+from insitu.run.noted import OPERATIONS, Noted
 from insitu.run.packed import Packed
 from insitu.run.promised import Promisable
 from insitu.run.served import Rows
@@ -145,27 +145,20 @@ class Visit:
 
 def expression_of(step: Noted, of: Callable[[Any], Operand]) -> Expression | None:
     match step.what, step.args:
-        case "neg", (value,):
-            return scaled(of(value), -1.0)
-        case "float", (value,):
-            found = of(value)
-            return found._replace(dtype=torch.float32) if isinstance(found, Expression) else None
-        case "rows", (Ref() as value, key):
-            found = of(value)
-            return found if isinstance(found, Row) and _is_whole(key) else None
+        case "rows", (value, key):
+            return made_of("rows", of(value)) if _is_whole(key) else None
         case "apart", (value, "matmul", (torch.Tensor() as other,), _, _):
-            found, column = of(value), other.dim() == 2 and other.shape[1] == 1
-            if other.dim() == (1 if isinstance(found, Row) and not column else 2):
-                return combined("matmul", found, of(other[:, 0] if column else other))
+            return product(of(value), other, of)
         case "product", (value, other, _):
-            return combined("matmul", of(value), of(other))
+            return made_of("matmul", of(value), of(other))
         case ("apart", (value, "sum", (), {"dim": -1 | 1, **more}, _)) | ("apart", (value, "sum", (-1 | 1,), more, _)):
-            return summed(of(value)) if more.keys() <= {"keepdim"} else None
+            return made_of("sum", of(value)) if more.keys() <= {"keepdim"} else None
         case "apart", (value, "unsqueeze", _, _, _):
-            found = of(value)
-            return found if isinstance(found, Along) else None
+            return made_of("unsqueeze", of(value))
+        case ("neg" | "float") as name, (value,):
+            return made_of(name, of(value))
         case name, (left, right) if name in OPERATIONS:
-            return combined(name, of(left), of(right))
+            return made_of(name, of(left), of(right))
     return None
 
 
