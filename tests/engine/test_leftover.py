@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from insitu.engine.worker.leftover import Leftover
 from tests.engine.helpers import own_engine, plain
+from tests.engine.test_cohorts import host_of
 
 PROMPTS = [[5, 90, 33, 400, 17], [31, 7, 7, 12, 9, 250, 8], [44], [6, 300, 21]]
 SETTINGS = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -38,6 +40,29 @@ def test_later_requests_are_as_they_were(model: Any, count: int, value: float) -
         spoilt = model.run(spoil, PROMPTS[:count], **SETTINGS)
         assert all(logits.isnan().all() for logits in spoilt)
         assert tokens(model) == before
+
+
+@pytest.mark.in_process
+@pytest.mark.parametrize("count", [1, 4], ids=["alone", "together"])
+def test_the_scheduler_is_told_once_of_each(model: Any, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    note = Leftover.note
+
+    def noted(self: Leftover, requests: Sequence[str]) -> None:
+        told.extend(requests)
+        note(self, requests)
+
+    monkeypatch.setattr(Leftover, "note", noted)
+
+    def double(tracer: Any) -> Any:
+        for step in tracer.iter[:]:
+            if step:
+                model.resid_post[1][:] *= 2
+
+    for _ in range(2):
+        model.run(double, PROMPTS[:count], **SETTINGS)
+    assert len(told) == len(set(told)) == 2 * count
+    assert not host_of(model)._edited
 
 
 def test_an_edit_that_is_taken_back_before_the_logits_leaves_nothing(model: Any) -> None:

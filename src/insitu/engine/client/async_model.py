@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from insitu.engine.check.report import CheckReport
     from insitu.engine.client.async_engine import AsyncEngine
-    from insitu.engine.worker.host import Stats
+    from insitu.engine.worker.stats import Stats
 
 
 class AsyncVLLM(BaseModel["AsyncEngine"]):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from insitu.engine.check.report import CheckReport
     from insitu.engine.client.engine import Engine
-    from insitu.engine.worker.host import Stats
+    from insitu.engine.worker.stats import Stats
 
 T = TypeVar("T")
 _LATER: dict[str, str] = {

@@ -255,11 +255,11 @@ class Adapter:
 
     def mark_ended(self, output: Any) -> None:
         """Tells the scheduler (``TracedScheduler.update_from_output``) which requests end here, which it may preempt
-        from now on, and in the blocks of which there may be what is not finite (see ``Leftover``)."""
+        from now on, and of which from now on memory may hold what is not finite (see ``Leftover``)."""
         if self.traced and not isinstance(self.interleaver, StageLeader):
             output.insitu_ended, output.insitu_released = self.host.after_step(self.runs)
             if self.runner.device.type == "cpu":
-                output.insitu_edited = self.host.edited(self.runs)
+                output.insitu_edited = self.host.newly_edited(self.runs)
 
 
 class _StandIn:

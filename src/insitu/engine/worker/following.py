@@ -80,6 +80,6 @@ class FollowingHost:
     def after_step(self, runs: Mapping[str, list[Shadow]]) -> tuple[frozenset[str], frozenset[str]]:
         return self.interleaver.ended
 
-    def edited(self, runs: Mapping[str, list[Shadow]]) -> list[str]:
+    def newly_edited(self, runs: Mapping[str, list[Shadow]]) -> list[str]:
         """The rank that leads tells the scheduler."""
         return []

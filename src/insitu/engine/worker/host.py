@@ -51,28 +51,6 @@ class _Live:
     failed_beside: bool = False
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Counts since the engine started. ``eager_steps``: a block waited for a module without a tap;
-    ``tapped_steps``: all that waited for modules were served at taps; ``plain_steps``: none waited for one,
-    so the step ran as vLLM would run it. A tapped step that had to be run again eagerly counts as both.
-    ``tap_bytes``: what the taps hold on the device. ``blocks_together``: beside so many requests the block ran once
-    for all those that began in the same step; ``blocks_alone``: beside so many it ran by itself. ``block_seconds``:
-    for how long blocks ran, waiting left out. ``promised_visits``: so many times a block that ran by itself came to a
-    tapped place and went on without waiting, since it was served from the graph afterwards; ``table_edits``: so many
-    rows of requests were edited at a place by a table in a graph."""
-
-    eager_steps: int = 0
-    plain_steps: int = 0
-    tapped_steps: int = 0
-    tap_bytes: int = 0
-    blocks_together: int = 0
-    blocks_alone: int = 0
-    block_seconds: float = 0.0
-    promised_visits: int = 0
-    table_edits: int = 0
-
-
 @dataclass
 class Host:
     """Jobs wait here for their requests, edits run beside all that name them; each becomes a run when such a
@@ -86,9 +64,11 @@ class Host:
     tapped_steps: int = 0
     _live: dict[str, list[_Live]] = field(default_factory=dict)
     _going: dict[str, list[_Live]] = field(default_factory=dict)
-    """Of the requests that steps may still concern; none are left of one whose block has ended with its cohort."""
+    """Of the requests that steps may still concern, but for those that a cohort stands for."""
     _leaving: list[str] = field(default_factory=list)
     """Those of which other ranks do not know yet that steps concern them no more."""
+    _edited: set[str] = field(default_factory=set)
+    """Those that were said to be edited."""
     _by_key: dict[str, list[_Live]] = field(default_factory=dict)
     _new: dict[str, New] = field(default_factory=dict)
     company: Company = field(default_factory=Company)
@@ -196,6 +176,7 @@ class Host:
                 self._going.pop(live.request, None)
             if not left:
                 del self._live[live.request]
+                self._edited.discard(live.request)
 
     # -- the runner's side ----------------------------------------------------------------
 
@@ -310,7 +291,12 @@ class Host:
                         )
                     )
                     if isinstance(live.execution, Member):
-                        self._going[request] = []  # no cohort tells of it any more
+                        self._out_of_cohort([request])
+
+    def _out_of_cohort(self, requests: Iterable[str]) -> None:
+        """The block has ended beside these, and no cohort tells of it any more: each is in its next step by itself,
+        without a run, so that it is seen to have settled."""
+        self._going.update((request, []) for request in requests)
 
     def runs(self, scheduled: Mapping[str, int]) -> dict[str, list[BlockRun]]:
         """The runs that go on beside these requests, by request, told how many rows each has in this step."""
@@ -342,7 +328,7 @@ class Host:
         settled = [request for request, each in runs.items() if not each or any(map(_is_settled, each))]
         company = self.company.ended
         if not self.interleaver.leaves_ended_out:
-            self._going.update((request, []) for request in company)
+            self._out_of_cohort(company)
         for request in [*settled, *company]:
             lives = self._live.get(request, ())
             if any(live.run.stopping or (live.run.done and live.run.error is not None) for live in lives):
@@ -358,10 +344,12 @@ class Host:
         self._send(ended)
         return frozenset(over), frozenset(released)
 
-    def edited(self, runs: Mapping[str, list[BlockRun]]) -> list[str]:
-        """Those of these requests, and of the cohorts in this step, that blocks have edited."""
+    def newly_edited(self, runs: Mapping[str, list[BlockRun]]) -> list[str]:
+        """Those of these requests, and of the cohorts in this step, that blocks have edited, each once."""
         alone = [request for request, each in runs.items() if any(run.edited for run in each)]
-        return alone + self.company.edited
+        new = [request for request in (*alone, *self.company.edited) if request not in self._edited]
+        self._edited.update(self._live.keys() & new)
+        return new
 
 
 def run_key(request: str, edit: int | None) -> str:

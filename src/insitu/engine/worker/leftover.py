@@ -29,7 +29,7 @@ class Leftover:
         return bool(self._edited or self._blocks)
 
     def note(self, requests: Iterable[str]) -> None:
-        """These are edited."""
+        """These are edited from now on."""
         self._edited.update(requests)
 
     def freed(self, request: Request) -> None:

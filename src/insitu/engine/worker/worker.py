@@ -16,10 +16,11 @@ from insitu.engine.signals import interrupt_blocks_only
 from insitu.engine.standin import WorkerSide
 from insitu.engine.taps import install as taps
 from insitu.engine.worker.following import FollowingHost
-from insitu.engine.worker.host import Host, Stats
+from insitu.engine.worker.host import Host
 from insitu.engine.worker.runner_v1 import V1Adapter
 from insitu.engine.worker.runner_v2 import V2Adapter
 from insitu.engine.worker.stages import take_turns
+from insitu.engine.worker.stats import Stats
 from insitu.run import Names, Outcome, names_of, visits
 from insitu.run.spent import seconds_in_blocks
 from insitu.run.stage_leader import StageLeader
