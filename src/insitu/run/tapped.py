@@ -9,33 +9,28 @@ cache again, and what blocks have written in the first run is written again wher
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from insitu.run import traps, warning_handlers
-from insitu.run.ahead import Ahead
 from insitu.run.anatomy import Stream
 from insitu.run.block_run import BlockRun
 from insitu.run.foreseen import Foreseen
-from insitu.run.habits import Habits
-from insitu.run.interleaver import Interleaver, RowsOf
-from insitu.run.promised import Like, Promisable, PromisedServed
+from insitu.run.going_ahead import GoingAhead, has_company
+from insitu.run.interleaver import RowsOf
+from insitu.run.promised import Like, Promisable
 from insitu.run.served import Served
 from insitu.run.snapshot import SharedServed, Snapshot
 from insitu.run.structure import Structure
 from insitu.run.taps import Edits, Path, Taps, layer_outputs, put_in_place
 from insitu.run.torch_state import BlockState
-from insitu.tree import RESULT, STEP, Place
+from insitu.tree import Place
 
 _FEW = 8
-_SPELL = 16
 
 
-class TappedInterleaver(Interleaver):
+class TappedInterleaver(GoingAhead):
     """Chooses for each step how it runs. ``repeatable``: a forward can be run twice with the same result."""
 
     tapped: bool
@@ -53,36 +48,24 @@ class TappedInterleaver(Interleaver):
         super().__init__(root, unembed, safe_ids)
         self._taps = taps
         self._repeatable = repeatable
-        self._habits = Habits()
         self._structures: dict[Place, Structure] = {}
         self._compiled = False
         self._live = False
         self._shown: list[tuple[Place, BlockRun, Served]] = []
         self._pending: list[tuple[Place, BlockRun, Served]] = []
         self._stale: set[BlockRun] = set()
-        self.ahead: Ahead = Ahead(self.sender.send_rows)
         self._promisable: dict[Place, Promisable] = {}
         self._edits: Edits = {}
         self._fits = True
         self._table_edits = 0
         self._foreseen: dict[BlockRun, Foreseen] = {}
-        self._at_begin = False
-        self._sleepers: deque[BlockRun] = deque()
-        self._thread = 0
         self._held_by_nobody = layer_outputs(self.anatomy)
 
     # -- one step -------------------------------------------------------------------------
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
         runs = list(runs)
-        self.ahead.begin(len(runs))
-        self._thread = threading.get_ident()
-        self._at_begin = True
-        try:
-            waits = super().begin(runs)
-        finally:
-            self._at_begin = False
-        self._sleepers = deque(sorted(runs, key=lambda run: run.wake))
+        waits = super().begin(runs)
         self._foresee(runs)
         path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
         self._edits = self._all_edits() if path is Path.TAPPED else self.ahead.edits()
@@ -131,52 +114,9 @@ class TappedInterleaver(Interleaver):
     def stream(self, name: str, layer: int | None) -> Stream:
         return self.anatomy.stream(name, layer)
 
-    # -- blocks that go ahead ---------------------------------------------------------------
-
     def idle(self) -> None:
-        self.ahead.begin(0)
-        self._sleepers.clear()
+        super().idle()
         self._taps.set({}, {})
-
-    def forget(self) -> None:
-        super().forget()
-        self.ahead.forget()
-        self._sleepers.clear()
-
-    def _go_on(self, run: BlockRun, most: int | None = None) -> None:
-        takes = self._takes_promises(run)
-        run.promise, run.limit = (self._promise, self.ahead.limit(run, most)) if takes else (None, run.wake)
-        super()._go_on(run)
-
-    def work_ahead(self, is_time: Callable[[], bool]) -> None:
-        """Blocks that need no values go on with steps to come, too."""
-        if threading.get_ident() != self._thread:
-            return  # blocks run in one thread only
-        with BlockState():
-            while self._sleepers and is_time():
-                run = self._sleepers.popleft()
-                sleeps = run.waiting is STEP and run.length is not None and run.steps <= run.wake < run.length
-                if sleeps and self.ahead.has_room and self._takes_promises(run):
-                    self._go_on(run, _SPELL)
-                    self._sleepers.append(run)
-        super().work_ahead(is_time)
-
-    def _takes_promises(self, run: BlockRun) -> bool:
-        """In its decode steps, a block that was seen to read or edit, and nothing that needs the values; and alone,
-        since a table holds one edit of a row. Of a request of certain length each step but the first has one row."""
-        if not run.started or run.done or (run.rows != 1 and run.length is None) or _has_company(run):
-            return False
-        habit = self._habits.of_decoding(run)
-        known = (habit.edits or habit.reads) and not habit.needs_values and not habit.leaves_taps
-        unseen = run.names_source or run.writes_unseen or run.reads_unseen
-        return known and self.in_use and not unseen and not self.anatomy.batched and warning_handlers.are_kept
-
-    def _promise(self, run: BlockRun, place: Place) -> PromisedServed | None:
-        known = self.promisable(place)
-        begun = run.step < run.steps and not self._at_begin
-        if known is None or begun or self._habits.of_decoding(run).needs_values:
-            return None
-        return self.ahead.visit(run, known, self._keep)
 
     def _learn(self, place: Place) -> Promisable | None:
         structure, copies = self._structures.get(place), self._taps.editable(place)
@@ -185,10 +125,6 @@ class TappedInterleaver(Interleaver):
         like = tuple(Like((1, *each.shape[1:]), each.dtype, each.device) for each in copies)
         known = self._promisable[place] = Promisable(place, structure, like)
         return known
-
-    def _keep(self, visit: PromisedServed) -> Served:
-        self._habits.of_decoding(visit.run).needs_values = True
-        return traps.wait(visit.what)
 
     def _chosen(self) -> Path:
         waited = {place for place in self._waiting if place.in_forward}
@@ -199,7 +135,7 @@ class TappedInterleaver(Interleaver):
         if not runs and not self._recorded():
             return Path.TAPPED
         habits = [self._habits.of(run) for run in runs]
-        if any(run.names_source or _has_company(run) for run in runs) or any(habit.leaves_taps for habit in habits):
+        if any(run.names_source or has_company(run) for run in runs) or any(habit.leaves_taps for habit in habits):
             return Path.EAGER
         edits = any(habit.edits for habit in habits)
         return Path.OPEN if edits or not self._repeatable else Path.TAPPED
@@ -322,8 +258,6 @@ class TappedInterleaver(Interleaver):
         self._shown.clear()
         self._stale.clear()
         self._pending.clear()
-        for place, run in self.ahead.left(self.rows):
-            run.refuse(self._unreached(place))
         super().close()
 
     # -- one place ------------------------------------------------------------------------
@@ -392,8 +326,3 @@ class TappedInterleaver(Interleaver):
     def _watch(self, place: Place) -> None:
         if not self._compiled:
             super()._watch(place)
-
-
-def _has_company(run: BlockRun) -> bool:
-    """Whether another block beside the same request goes on: what one edits is what the other is to see."""
-    return any(not other.done and other.waiting != RESULT for other in run.beside)
