@@ -59,12 +59,12 @@ def test_what_is_sent_is_as_alone(
     assert not isinstance(together, BaseException) or ends == "apart", together
     assert same(alone, together)
     assert counts == [len(PROMPTS), 2 * len(PROMPTS)]
-    assert far._pinned <= sum(each.nbytes for each in tensors_in(together))
+    assert far._pinned.used <= sum(each.nbytes for each in tensors_in(together))
     for each in tensors_in(together):
         assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
         assert not each.is_inference()
     del together
-    assert far._pinned == 0
+    assert far._pinned.used == 0
     assert not far._parcels
 
 

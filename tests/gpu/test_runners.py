@@ -144,3 +144,19 @@ def test_the_logprobs_of_an_id_written_are_the_models(model: Any, prompts: list[
         assert set(scores) == {token, *wanted.topk(2).indices.tolist()}
         assert scores[token].logprob == pytest.approx(wanted[token].item(), abs=1e-3)
         assert scores[token].rank == int((wanted >= wanted[token]).sum())
+
+
+def test_prompts_that_fill_steps_take_no_more_of_them(model: Any) -> None:
+    config = model.vllm_entrypoint.llm_engine.vllm_config.scheduler_config
+    count = config.max_num_batched_tokens // 512
+    if count > config.max_num_seqs or config.max_num_batched_tokens % 512:
+        pytest.skip("steps of another size")
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(3, 2048, (3 * count, 512), generator=generator).tolist()
+    before = paths(model)
+    found = model.run(lambda tracer: model.resid_post[2][-1], prompts, **SETTINGS | {"max_tokens": 1})
+    eager, plain = (after - old for after, old in zip(paths(model), before, strict=True))
+    assert (eager, plain) == (3, 0)
+    for number in (0, count, 3 * count - 1):
+        alone = model.run(lambda tracer: model.resid_post[2][-1], prompts[number], **SETTINGS | {"max_tokens": 1})
+        assert (found[number].float() - alone.float()).norm() < 0.03 * alone.float().norm()

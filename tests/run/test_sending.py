@@ -106,9 +106,9 @@ def test_what_is_on_the_host_is_not_sent() -> None:
     assert one.send_packed(torch.zeros(3, 2), None) is None
     one = sender()
     parcel = one.send_packed(torch.zeros(3, 2), None)
-    assert one._pinned == 24
+    assert one._pinned.used == 24
     del parcel
-    assert one._pinned == 0
+    assert one._pinned.used == 0
     one.work(lambda: True)
     assert not one._parcels
 

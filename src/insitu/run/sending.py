@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import torch
 from insitu.run.home import FEW, SMALL, tensors_within
 from insitu.run.memory import require_memory
 from insitu.run.parcels import Parcel, apart
+from insitu.run.pinned import Pinned
 
-_MOST_PINNED = 2**32
 _MOST_HELD = 2**28
+_of_lists: Any = torch  # of its functions for many tensors at once, pyright knows none
 _WHAT = "a tensor to be brought home"
 
 
@@ -74,7 +75,7 @@ class Sender:
         self._together: deque[Sent] = deque()
         self._parcels: deque[weakref.ref[Parcel]] = deque()
         self._held = self._swept = 0
-        self._pinned = 0
+        self._pinned = Pinned()
         self._stream: torch.cuda.Stream | None = None
 
     def send(self, values: Any) -> None:
@@ -108,13 +109,12 @@ class Sender:
     def send_packed(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> Parcel | None:
         """Sends rows of many requests, ``counts`` of each (None: one for each, without an axis for it). None for what
         is on the host, or has no room there in pinned memory."""
-        if not self._is_far(tensor) or self._pinned + tensor.nbytes > _MOST_PINNED:
+        if not self._is_far(tensor):
             return None
         rows, is_apart = self._rows_of(tensor, counts)
+        if not self._pinned.has_room([row.nbytes for row in rows]):
+            return None
         hosts, arrived = self._copied(rows)
-        for host in hosts:
-            self._pinned += host.nbytes
-            weakref.finalize(host, self._unpinned, host.nbytes)
         parcel = Parcel(hosts, counts, is_apart, arrived)
         if not is_apart and not self.keeps_whole:
             self._parcels.append(weakref.ref(parcel))
@@ -149,18 +149,12 @@ class Sender:
                 parcel.take_apart()
 
     def _send_large(self, tensors: list[torch.Tensor]) -> None:
-        totals = list(accumulate((each.nbytes for each in tensors), initial=self._pinned))[1:]
-        going = [each for each, total in zip(tensors, totals, strict=True) if total <= _MOST_PINNED]
+        going = tensors if self._pinned.has_room([each.nbytes for each in tensors]) else []
         if not going:
             return
         hosts, arrived = self._copied(going)
         for tensor, host in zip(going, hosts, strict=True):
-            self._pinned += tensor.nbytes
-            weakref.finalize(host, self._unpinned, tensor.nbytes)
             self._note(Sent([tensor], host, arrived))
-
-    def _unpinned(self, nbytes: int) -> None:
-        self._pinned -= nbytes
 
     def _note(self, sent: Sent) -> Sent:
         self._known.update(zip(map(id, sent.tensors), zip(repeat(sent), range(len(sent.tensors))), strict=False))
@@ -211,15 +205,23 @@ class Sender:
         device = tensors[0].device
         with torch.inference_mode(False), torch.no_grad():
             if device.type != "cuda":
-                return [each.clone() for each in tensors], None
+                hosts = [each.clone() for each in tensors]
+                self._count(hosts)
+                return hosts, None
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)
             hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+            self._count(hosts)
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
-                for host, each in zip(hosts, tensors, strict=True):
-                    host.copy_(each, non_blocking=True)
+                _of_lists._foreach_copy_(hosts, tensors, non_blocking=True)
+                for each in {each.untyped_storage().data_ptr(): each for each in tensors}.values():
                     each.record_stream(self._stream)
                 arrived = torch.cuda.Event(blocking=True)
                 arrived.record()
             return hosts, arrived
+
+    def _count(self, hosts: Sequence[torch.Tensor]) -> None:
+        for host in hosts:
+            self._pinned.take(host.nbytes)
+            weakref.finalize(host, self._pinned.give_back, host.nbytes)

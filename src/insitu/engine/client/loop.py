@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ class EngineLoop:
         core = self._engine.engine_core
         core.add_request = _stamped(core.add_request, stamp)
         self._engine.has_unfinished_requests = lambda: bool(self._kept) or self._unfinished()
+        self._full_step: int = _tokens_of_a_step(self._engine)
 
     def run(
         self,
@@ -73,24 +75,32 @@ class EngineLoop:
         """
         waiting: dict[str, str] = {}
         internal: list[str] = []
+
+        def step() -> None:
+            ended: dict[str, Any] = {}
+            for output in self._checked_step():
+                if output.request_id not in waiting:
+                    self._kept.append(output)
+                elif output.finished:
+                    ended[waiting.pop(output.request_id)] = output
+            if ended:
+                finished(ended)
+                advance(len(ended))
+            check()
+
         try:
             with _young_garbage_only(), _interrupts_between_steps() as check:
+                tokens = 0
                 for request in requests:
                     name = self._enqueue(request)
                     internal.append(name)
                     waiting[self._external(name)] = request.job
                     check()
+                    before, tokens = tokens, tokens + len(request.prompt.get("prompt_token_ids") or ())
+                    if before <= self._full_step < tokens:
+                        step()  # which goes on beside this thread while the others are submitted
                 while waiting and self._unfinished():
-                    ended: dict[str, Any] = {}
-                    for output in self._checked_step():
-                        if output.request_id not in waiting:
-                            self._kept.append(output)
-                        elif output.finished:
-                            ended[waiting.pop(output.request_id)] = output
-                    if ended:
-                        finished(ended)
-                        advance(len(ended))
-                    check()
+                    step()
         finally:
             if waiting or len(internal) < len(requests):
                 self._engine.abort_request(internal, internal=True)
@@ -138,6 +148,14 @@ class EngineLoop:
         _refuse_in_block()
         with self.turn:
             return self._add(*args, **kwargs)
+
+
+def _tokens_of_a_step(engine: Any) -> int:
+    """As many as a step has at most, where steps go on while the next is put together; elsewhere no number of tokens is
+    that many."""
+    core = getattr(engine.engine_core, "engine_core", None)
+    overlap = getattr(core, "batch_queue", None) is not None
+    return engine.vllm_config.scheduler_config.max_num_batched_tokens if overlap else sys.maxsize
 
 
 def _stamped(add: Callable[[Any], Any], stamp: Callable[[Any], None]) -> Callable[[Any], Any]:

@@ -1,8 +1,9 @@
 """What an eager step runs in place of code that was written to be compiled.
 
-Where vLLM compiles a model it leaves norms and rotary embeddings to the compiler, as several operations of torch.
-A step without compilation would run each of these by itself; vLLM has kernels for them, which engines without
-compilation use: on GPUs for both, on the CPU for rotary embeddings.
+Where vLLM compiles a model it leaves norms, activations and rotary embeddings to the compiler, as several operations of
+torch. A step without compilation would run each of these by itself, or an activation compiled apart from the rest,
+which takes three times as long; vLLM has kernels for them, which engines without compilation use: on GPUs for all, on
+the CPU for rotary embeddings.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers import activation
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
@@ -23,16 +26,17 @@ class EagerKernels:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._norms: list[Any] = _operations() if current_platform.is_cuda() else []
-        self._rotary: list[Any] = []
-        self._rotated = "forward_cuda" if current_platform.is_cuda() else "forward_cpu"
+        self._others: list[tuple[Any, Any, Any]] = []
+        """Modules, what they run in a compiled model, and what instead."""
         if not current_platform.is_cuda() and not current_platform.is_cpu():
             return
-        plain = [
-            each
-            for each in model.modules()
-            if isinstance(each, RotaryEmbedding) and _is_plain(type(each), self._rotated)
-        ]
-        self._rotary = [each for each in plain if getattr(each, "_forward_method", None) == each.forward_native]
+        rotated = "forward_cuda" if current_platform.is_cuda() else "forward_cpu"
+        for module in model.modules():
+            if isinstance(module, RotaryEmbedding) and _is_plain(type(module), rotated):
+                if getattr(module, "_forward_method", None) == module.forward_native:
+                    self._others.append((module, module._forward_method, getattr(module, rotated)))
+            elif current_platform.is_cuda() and _has_kernel(module):
+                self._others.append((module, module._forward_method, module.forward_cuda))
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -40,13 +44,22 @@ class EagerKernels:
         with ExitStack() as stack:
             for operation in self._norms:
                 stack.enter_context(operation.set_priority([_KERNELS, "native"]))
-            for module in self._rotary:
-                module._forward_method = getattr(module, self._rotated)
+            for module, _, kernel in self._others:
+                vars(module)["_forward_method"] = kernel
             try:
                 yield
             finally:
-                for module in self._rotary:
-                    module._forward_method = module.forward_native
+                for module, compiled, _ in self._others:
+                    vars(module)["_forward_method"] = compiled
+
+
+def _has_kernel(module: torch.nn.Module) -> bool:
+    """Whether it is an activation that is left to the compiler, of which vLLM has a kernel."""
+    if type(module).__module__ != activation.__name__ or not isinstance(module, CustomOp):
+        return False
+    if type(module).forward_cuda is CustomOp.forward_cuda or getattr(module, "op", None) is None:
+        return False
+    return module._forward_method != module.forward_cuda
 
 
 def _is_plain(kind: type[RotaryEmbedding], rotated: str) -> bool:

@@ -85,7 +85,7 @@ class TracedScheduler(Scheduler):
         """
         if next(self._waiting_in_order(), None) is None:
             return limit
-        budget = self.max_num_scheduled_tokens - sum(map(_tokens_left, self.running))
+        budget = self.max_num_scheduled_tokens - sum(map(_tokens_next, self.running))
         reserved, loras = sum(map(self._reserved.need, self.running)), set(map(_lora, self.running)) - {0}
         count = 0
         for request in self._waiting_in_order():
@@ -168,6 +168,13 @@ def _is_to_be_whole(request: Request) -> bool:
 
 def _lora(request: Request) -> int:
     return request.lora_request.lora_int_id if request.lora_request else 0
+
+
+def _tokens_next(request: Request) -> int:
+    """Of one that is running: none where vLLM is sure that the step under way is its last."""
+    waited = request.num_output_placeholders
+    last = request.num_prompt_tokens + request.max_tokens
+    return 0 if waited > 0 and request.num_computed_tokens + 2 - waited >= last else _tokens_left(request)
 
 
 def _tokens_left(request: Request) -> int:

@@ -15,6 +15,7 @@ from insitu.engine.lora import Fit, Loras
 from insitu.engine.signals import interrupt_blocks_only
 from insitu.engine.standin import WorkerSide
 from insitu.engine.taps import install as taps
+from insitu.engine.worker.cpu_experts import let_experts_be_float32
 from insitu.engine.worker.following import FollowingHost
 from insitu.engine.worker.host import Host
 from insitu.engine.worker.runner_v1 import V1Adapter
@@ -31,6 +32,7 @@ from insitu.wire import Port, Shared
 
 # vLLM imports this file before it makes a worker.
 taps.install_when_loaded()
+let_experts_be_float32()
 
 
 class InsituWorker:
