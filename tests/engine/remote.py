@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,11 +55,12 @@ class RemoteTrace(Trace):
         request = TraceRequest.of_frame(decode_frame(encode_frame(builder.request().frame())))
         made = []
         self._arrivals = restricted(request, self._found, self._limits)
+        trace = uuid.uuid4().hex
         for (prepared, job), one in zip(work, self._arrivals, strict=True):
-            block: Any = FunctionBlock(one.block) if callable(one.block) else one.block
-            made.append(
-                (prepared, Job(job.id, block, one.values, job.module_name, self._tracer, job.exports, job.shared))
-            )
+            block: Any = one.block
+            values = one.values if hasattr(block, "namespace") else {}
+            names = job.exports, job.shared
+            made.append((prepared, Job(job.id, block, values, "<client>", self._tracer, *names, trace=trace)))
         return made
 
     def _named(self, value: Any) -> Named | None:

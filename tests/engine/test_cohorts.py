@@ -115,20 +115,26 @@ def programs(draw: st.DrawFn) -> str:
     return "\n".join(lines)
 
 
-def trace_of(program: str, names: list[str]) -> Callable[..., dict[str, Any]]:
+def saved_in(program: str) -> list[str]:
+    """The names that a program saves."""
+    names = sorted({line.split(" = ")[0] for line in program.splitlines() if ".save()" in line and "=" in line})
+    return names + sorted({line.removesuffix(".save()") for line in program.splitlines() if line.startswith("x")})
+
+
+def trace_of(program: str, names: list[str], trace: Callable[..., Any] = VLLM.trace) -> Callable[..., dict[str, Any]]:
     """A function that traces all prompts with the program as their block."""
     body = "\n".join(f"                {line}" for line in program.splitlines())
     text = (
         "def traced(model, vectors, w, sampling):\n"
         "    m = torch.stack([w, 2 * w, w.flip(0)], 1)\n"
-        "    with model.trace(**sampling) as tracer:\n"
+        "    with trace(model, **sampling) as tracer:\n"
         "        for prompt, v in zip(PROMPTS, vectors):\n"
         f"            with tracer.invoke(prompt):\n{body}\n"
         f"    return {{name: value for name, value in locals().items() if name in {names!r}}}\n"
     )
     file = f"<program {abs(hash(text))}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    namespace: dict[str, Any] = {"PROMPTS": PROMPTS, "torch": torch}
+    namespace: dict[str, Any] = {"PROMPTS": PROMPTS, "torch": torch, "trace": trace}
     exec(compile(text, file, "exec"), namespace)
     return namespace["traced"]
 
@@ -141,9 +147,7 @@ def test_any_program_leaves_the_same(llama: VLLM, program: str, seed: int) -> No
     width = 128
     vectors = [torch.randn(width, generator=generator) for _ in PROMPTS]
     shared = torch.randn(width, generator=generator)
-    names = sorted({line.split(" = ")[0] for line in program.splitlines() if ".save()" in line and "=" in line})
-    names += sorted({line.removesuffix(".save()") for line in program.splitlines() if line.startswith("x")})
-    traced = trace_of(program, names)
+    traced = trace_of(program, saved_in(program))
     with counted(llama) as counts:
         alone, together = alone_and_together(llama, lambda: traced(llama, vectors, shared, GREEDY))
     event(f"together: {counts[0]}, failed: {isinstance(together, BaseException)}")

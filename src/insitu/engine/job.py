@@ -52,6 +52,8 @@ class Job:
     """Which invoke of its trace it is."""
     keep: bool = False
     """Whether what it saves stays on the device."""
+    trace: str = ""
+    """Of which trace of the network's it is: what comes from there runs together with others of its trace alone."""
     fresh: bool = False
     """Whether it runs many times, and each run is to have lists, dicts and sets of its own."""
 
@@ -90,6 +92,7 @@ class _CalledExecution(_Nameless):
         self._tracer = tracer
 
     def __call__(self) -> Any:
+        current_saves.set(Saves())
         return self._function(self._tracer)
 
     def text(self) -> Text:

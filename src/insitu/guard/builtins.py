@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -231,7 +232,15 @@ BUILTINS = frozenset((*_PLAIN, *_KINDS, *_OWN, *names.EXCEPTIONS, "NotImplemente
 def _of_every_run() -> Mapping[str, Any]:
     found: dict[str, Any] = {name: getattr(builtins, name) for name in names.EXCEPTIONS}
     found |= {"NotImplemented": NotImplemented, "Ellipsis": ..., "True": True, "False": False, "None": None}
+    found["__import__"] = _imported  # no name of a block begins with an underscore
     return found | {name: Allowed(getattr(builtins, name), name) for name in _PLAIN}
+
+
+def _imported(name: str, *_: Any) -> None:
+    """What torch's own code in C looks a module of its own up by, from wherever it is called: in ``if x > 0:`` from
+    the block. It takes the module itself from ``sys.modules``."""
+    if name.partition(".")[0] != "torch" or name not in sys.modules:
+        raise ImportError(f"`{name:.60}` can't be imported in a restricted block")
 
 
 def _zipped(iterators: list[Iterator[Any]], strict: bool) -> Iterator[Any]:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any
 
 from insitu.block import Lost, Saves, SentOnce, current_saves
+from insitu.guard.allowed import Allowed, Namespace
 from insitu.guard.builtins import BUILTINS
 from insitu.guard.compiled import Compiled, block_of, function_of
 from insitu.guard.errors import NotAllowedError
 from insitu.guard.limits import GuardLimits
+from insitu.guard.rehearsal import Around, RestrictedTogether, rehearsed
 from insitu.guard.runtime import Runtime
+from insitu.guard.written import Written
 from insitu.net.sources import CodeSource, remote_name
+from insitu.run.held import NotStraightError, require_known
+from insitu.run.noted import Program
+from insitu.run.straight import Recording
 
 __all__ = ["GuardedBlock", "GuardedFunction"]
 
@@ -24,7 +30,22 @@ _SHORT = 4000
 """Characters up to which a worker keeps a block, so that it is sent once."""
 
 
-class GuardedBlock(SentOnce):
+class _Restricted:
+    """What is asked of a block that may run once for many requests; see ``insitu.guard.written``."""
+
+    limits: GuardLimits
+    together = RestrictedTogether
+
+    def knows(self, value: Any) -> bool:
+        """Whether the guard has put it in the place of a value of its caller's."""
+        return isinstance(value, (Namespace, Allowed))
+
+    def rehearsed(self, program: Program, around: tuple[Any, ...], values: Mapping[int, Any]) -> Mapping[int, int]:
+        """As ``insitu.guard.rehearsal.rehearsed``; ``around`` are the fields of its ``Around``."""
+        return rehearsed(program, Around(*around), self.limits, values)
+
+
+class GuardedBlock(_Restricted, SentOnce):
     """A block from the network, with the interface of ``insitu.block.Block``.
 
     Raises ``NotAllowedError``, with the line, for code that holds what a restricted block can't, and ``WireError``
@@ -59,6 +80,14 @@ class GuardedBlock(SentOnce):
         require_public(values)
         return {**runtime.globals(self.code, values, module_name), "_runtime_": runtime}
 
+    def written(
+        self, values: Mapping[str, Any], saves: Saves, show: Callable[[Any], Any], recording: Recording
+    ) -> dict[str, Any]:
+        """As ``namespace``, for a time that the block is written down."""
+        require_known(self.code)
+        runtime = Written(self.limits, saves, show, recording)
+        return {**runtime.globals(self.code, values), "_runtime_": runtime}
+
     def execute(self, namespace: dict[str, Any]) -> None:
         """Run in a dict made by ``namespace``. What the block raises is raised, and ``LimitError``."""
         runtime: Runtime = namespace["_runtime_"]
@@ -88,11 +117,17 @@ class GuardedBlock(SentOnce):
             if each.holder or each.deleted or each.filename != self.filename or each.lineno not in within
         ]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GuardedBlock) and (self.source, self.limits) == (other.source, other.limits)
+
+    def __hash__(self) -> int:
+        return hash(self.source)
+
     def __reduce__(self) -> Any:
         return GuardedBlock, (self.source, self.limits, self._compiled)
 
 
-class GuardedFunction:
+class GuardedFunction(_Restricted):
     """A function of a client's: called by a restricted block, or as the function form's block.
 
     ``names``, ``defaults`` and ``kwdefaults`` are what it uses and has; they may be set after it was made, as functions
@@ -126,11 +161,20 @@ class GuardedFunction:
     def __call__(self, tracer: Any) -> Any:
         """Runs it as a block: what it returns comes home."""
         self.check()
-        runtime = Runtime(self.limits)
+        return self._run(Runtime(self.limits), tracer)
+
+    def _run(self, runtime: Runtime, tracer: Any) -> Any:
         with runtime.active():
             returned = runtime.instance(self)(tracer)
         runtime.require_savable([returned])
         return returned
+
+    def written(self, tracer: Any, show: Callable[[Any], Any], recording: Recording) -> Any:
+        """What it returns when it is written down."""
+        require_known(self._compiled.code)
+        if self.defaults or self.kwdefaults:
+            raise NotStraightError
+        return self._run(Written(self.limits, None, show, recording), tracer)
 
     @property
     def __code__(self) -> CodeType:

@@ -26,7 +26,7 @@ class Meter:
     def __init__(self, limits: GuardLimits) -> None:
         self.limits = limits
         self.exceeded: str | None = None
-        self._operations = 0
+        self.operations = 0
         self._python = 0
         self._spent = 0.0
         self._since: float | None = None
@@ -38,12 +38,12 @@ class Meter:
 
     def tick(self, count: int = 1) -> None:
         """Counts operations."""
-        self._operations += count
+        self.operations += count
         if self.exceeded is not None:
             raise Exceeded(self.exceeded)
-        if self._operations > self.limits.operations:
+        if self.operations > self.limits.operations:
             self.stop(f"it has done {self.limits.operations} operations")
-        if self._operations % _CLOCK_EVERY < count:
+        if self.operations % _CLOCK_EVERY < count:
             self.clock()
 
     def clock(self) -> None:

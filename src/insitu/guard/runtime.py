@@ -29,7 +29,7 @@ from insitu.run import tensors_of, traps
 from insitu.tree import LayerStream, Node, current
 from insitu.tree.cache import Cache, Cached
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "size_of"]
 
 _REFUSED_KEYWORDS = ("out", "pin_memory", "generator", "layout", "names")
 _FUNCTIONS = ("insitu.guard.code.GuardedFunction",)
@@ -42,6 +42,9 @@ _STEPS = ("insitu.engine.client.steps.Steps", "insitu.engine.client.steps.StepLo
 
 class Runtime:
     """One run of one block, with its meter."""
+
+    writable: tuple[type, ...] = (torch.Tensor, LayerStream)
+    """What has items that may be assigned, beside lists and dicts."""
 
     def __init__(self, limits: GuardLimits, saves: Saves | None = None) -> None:
         self.meter: Meter = Meter(limits)
@@ -293,6 +296,7 @@ class Runtime:
         known = self._functions.get(id(function))
         if known is None:
             code, names, name = function.guarded()
+            names = self.shown(names)
             namespace = self.globals(code, names)
             exec(code, namespace)
             made = namespace[name]
@@ -300,6 +304,10 @@ class Runtime:
             made.__defaults__, made.__kwdefaults__ = function.defaults, dict(function.kwdefaults)
             known = self._functions[id(function)] = (function, made)
         return known[1]
+
+    def shown(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the block sees of values of its caller's."""
+        return values
 
     def mark(self, value: Any, *names: str) -> Any:
         """``value.save()``."""
@@ -317,8 +325,8 @@ class Runtime:
             for part in walked(list(values)):
                 self.meter.tick()
                 if isinstance(part, Cache):
-                    size += sum(_bytes(inner, seen) for inner in walked(part.as_data()))
-                size += _bytes(part, seen)
+                    size += sum(size_of(inner, seen) for inner in walked(part.as_data()))
+                size += size_of(part, seen)
                 if size > self.meter.limits.saved_bytes:
                     self.meter.stop(f"it saves more than {self.meter.limits.saved_bytes} bytes")
         except Exceeded:
@@ -363,7 +371,7 @@ class Writer:
                 new = list(runtime.iterable(new))
                 runtime.meter.items(len(value) + len(new))
             value[index] = new
-        elif isinstance(value, (torch.Tensor, LayerStream)):
+        elif isinstance(value, runtime.writable):
             runtime.operators.given(index, new)
             value[runtime._index(index)] = new
         else:
@@ -386,7 +394,8 @@ def _require_keywords(name: str, named: Mapping[str, Any]) -> None:
             raise NotAllowedError(f"`{keyword}=` of `{name}` is not in the list of what a restricted block may use")
 
 
-def _bytes(value: Any, seen: set[int]) -> int:
+def size_of(value: Any, seen: set[int]) -> int:
+    """How many bytes it counts as where it is saved; a tensor once."""
     if isinstance(value, torch.Tensor):
         if id(value) in seen:
             return 0

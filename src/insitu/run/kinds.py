@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from insitu.run.served import Rows, storage_of
 
 @dataclass(frozen=True)
 class ByRows:
-    """A tensor that goes by tokens, or by ``each`` request without an axis for tokens, as a request sees it."""
+    """A tensor that goes by tokens, or by ``each`` request without an axis for tokens, as a request sees it. ``like``:
+    the shape of a token's, and the dtype, where a place was last seen to hold one."""
 
     dims: int
     each: bool = False
+    like: tuple[tuple[int, ...], torch.dtype] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ def leaves(kind: Any) -> list[Any]:
 def kind_of(value: Any, rows: Rows, fixed: frozenset[int]) -> Any:
     """What a place's value is like, of which a request has these rows; ``fixed`` as for ``Served``."""
     if isinstance(value, torch.Tensor):
-        return None if storage_of(value) in fixed or rows.of(value) is None else ByRows(value.dim())
+        if storage_of(value) in fixed or rows.of(value) is None:
+            return None
+        return ByRows(value.dim(), like=(tuple(value.shape[1:]), value.dtype))
     if type(value) in (tuple, list):
         return type(value)(kind_of(part, rows, fixed) for part in value)
     if type(value) is dict:

@@ -27,9 +27,11 @@ from insitu.tree import LOGITS, SAMPLES, Place
 class Recording:
     """The session of a block that is written down. ``kind_of``: what a place was seen to hold; ``place_of``: where a
     standard name lies; ``shortest``: tokens of the shortest prompt; ``lengths``: steps that requests are
-    certain to have. ``ends``: after so many steps they end; ``over``: whether that is so, or they may end before."""
+    certain to have. ``ends``: after so many steps they end; ``over``: whether that is so, or they may end before.
+    ``builtins``: of the user's own code."""
 
     step: int = 0
+    builtins: Any = BUILTINS
 
     def __init__(
         self,
@@ -194,8 +196,15 @@ class Recording:
         if result is not None and what == "read":
             self.program.kinds[result._number] = kind
         named = None if result is None else Ref(result._number)
-        self.program.steps.append(Noted(what, mapped(args, Sym, ref_of), named, _line(sys._getframe(1))))
+        self.program.steps.append(Noted(what, mapped(args, Sym, ref_of), named, self._line(sys._getframe(1))))
         return result
+
+    def _line(self, frame: FrameType | None) -> tuple[CodeType, int]:
+        """The user's line that the step is on."""
+        while frame is not None and frame.f_globals.get("__builtins__") is not self.builtins and frame.f_back:
+            frame = frame.f_back
+        assert frame is not None
+        return frame.f_code, frame.f_lineno
 
     def _note_memory(self, result: Sym, what: str, args: tuple[Any, ...]) -> None:
         """Whose memory it is a view of when a block runs alone."""
@@ -287,11 +296,3 @@ MOST = 20_000
 """Steps. Alone, a loop without end may end at a place that has gone by."""
 _EFFECTS = {"write", "write_stream", "edit", "go_to", "move_on"}
 _ONE_ROW = (LOGITS, SAMPLES)
-
-
-def _line(frame: FrameType | None) -> tuple[CodeType, int]:
-    """The user's line that the step is on."""
-    while frame is not None and frame.f_globals.get("__builtins__") is not BUILTINS and frame.f_back is not None:
-        frame = frame.f_back
-    assert frame is not None
-    return frame.f_code, frame.f_lineno

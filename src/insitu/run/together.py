@@ -45,7 +45,6 @@ class Together:
     ) -> None:
         self.members: Members = members
         self.counts: Sequence[int] = ()
-        self.failed: BaseException | None = None
         self._program = program
         self._values = values
         self._again = again
@@ -53,6 +52,8 @@ class Together:
         self._text = text
         self.shares = shares
         """What it leaves."""
+        self.widths: Mapping[int, int] = {}
+        """Of what it reads, how large a row is at most, by the value's number, where that matters."""
         self._known: dict[int, Any] = {}
         self._number = 0
         self._step: Noted | None = None
@@ -65,14 +66,14 @@ class Together:
     def parted(self, members: Members) -> Together:
         """These members by themselves, to go on where all are; the others stay."""
         shares = self.shares.parted()
-        other = Together(self._program, members, self._values, self._again, self._stale, self._text, shares)
+        other = type(self)(self._program, members, self._values, self._again, self._stale, self._text, shares)
         own: dict[int, Packed] = {}
 
         def of(each: Packed) -> Packed:  # what is one here is one there; the tensors stay theirs
             return own.setdefault(id(each), each.like(each.tensor))
 
         other._known = {number: mapped(value, Packed, of) for number, value in self._known.items()}
-        other._number = self._number
+        other._number, other.widths = self._number, self.widths
         self.go_on_without(members)
         return other
 

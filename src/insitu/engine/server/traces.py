@@ -112,11 +112,13 @@ class Traces:
         """Raises, before anything runs, what is to be said of a request that can't."""
         engine = self._model._running()
         tracer = AsyncTrace(engine, [], {})
+        trace = uuid.uuid4().hex
         wave: Wave = []
         for number, one in enumerate(await self.blocks(asked, key, tracer)):
             block: Any = FunctionBlock(one.block) if isinstance(one.block, FunctionType) else one.block
             values = one.values if isinstance(one.block, (Block, GuardedBlock)) else {}
-            job = Job(uuid.uuid4().hex, block, values, "<client>", tracer, shared=frozenset(one.shared), invoke=number)
+            about = {"shared": frozenset(one.shared), "invoke": number, "trace": trace}
+            job = Job(uuid.uuid4().hex, block, values, "<client>", tracer, **about)
             wave.append((engine.prepare(one.prompt, self._settings(one.sampling), key.name), job))
         return wave
 

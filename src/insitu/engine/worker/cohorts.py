@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from insitu.block import Block, FunctionBlock, Saves
-from insitu.engine.client.steps import StepLoop, Steps
+from insitu.block import Block, FunctionBlock
 from insitu.engine.client.tracer import Tracer
 from insitu.engine.job import Job
 from insitu.engine.worker.members import Cohort
+from insitu.engine.worker.writing import Writing
 from insitu.run import Interleaver
-from insitu.run.held import Held, NotStraightError, Shown, require_known
 from insitu.run.kinds import is_plain
-from insitu.run.noted import Program, mapped
 from insitu.run.shares import Shares
-from insitu.run.shown import BUILTINS, Outside, shown, with_values
-from insitu.run.straight import Recording
-from insitu.run.sym import Sym, can_come_home, captured, ref_of
 from insitu.run.together import Together
-from insitu.run.torch_state import BlockState
-from insitu.tree import LayerStream, ModelPlaces, Node, current, session_for
+from insitu.tree import Node, path_of
 
 LEAST = 4
 """Fewer requests than so many each have a run of their own."""
@@ -71,7 +64,7 @@ def cohorts_of(
 def _cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Callable[[], bool]) -> Cohort | None:
     """None if the block does not do the same beside each of them."""
     first = group[0].job
-    writing = _Writing(group, interleaver, others)
+    writing = Writing(group, interleaver, others)
     program = writing.written_down(max(one.ends for one in group))
     if program is None or program.error is not None:
         return None
@@ -88,156 +81,36 @@ def _cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Cal
     stale = writing.stale if takes_steps else _never
     text = first.execution().text()
     shares = Shares(interleaver.sender)
-    together = Together(program, everybody, writing.own, writing.ended_after, stale, text, shares)
+    make = getattr(first.block, "together", Together)
+    together = make(program, everybody, writing.own, writing.ended_after, stale, text, shares)
+    together.widths = writing.widths
     return Cohort(together, interleaver, first.owner, program.lost)
 
 
 _STEPS = ("go_to", "move_on")
 
 
-class _Writing:
-    """Writes down what the block of a group does; several times, if requests end at different steps."""
-
-    def __init__(self, group: Sequence[Candidate], interleaver: Interleaver, others: Callable[[], bool]) -> None:
-        self.own: dict[int, Sequence[torch.Tensor]] = {}
-        self._group = group
-        self._interleaver = interleaver
-        self._others = others
-        self._after: dict[int, Program | None] = {}
-        self._seen: list[tuple[Any, Any]] = []
-        self._versions: list[tuple[list[torch.Tensor], list[int]]] = []
-
-    def ended_after(self, steps: int) -> Program | None:
-        if steps not in self._after:
-            self._after[steps] = self.written_down(steps, over=True)
-        return self._after[steps]
-
-    def written_down(self, ends: int, over: bool = False) -> Program | None:
-        first, places = self._group[0].job, self._interleaver.anatomy
-        recording = Recording(
-            first.owner,
-            self._interleaver.kinds.get,
-            lambda name, layer: places.stream(name, layer).place,
-            min(one.tokens for one in self._group),
-            ends,
-            {one.job.length for one in self._group},
-            over,
-        )
-        program = recording.program
-        token = current.set(cast("Any", recording))
-        try:
-            with BlockState():
-                self._write_down(first, recording)
-        except NotStraightError:
-            return None
-        except Exception as error:
-            program.error = error
-        finally:
-            recording.close()
-            current.reset(token)
-        return None if program.refused else program
-
-    def _write_down(self, job: Job, recording: Recording) -> None:
-        block, program = job.block, recording.program
-        if isinstance(block, FunctionBlock):
-            if type(block.fn) is not FunctionType:
-                raise NotStraightError
-            function = with_values(block.fn, self._show)
-            names = Outside(block.fn)
-            self._seen.append((names, names()))
-            returned = function(_StepsAlone())
-            program.returned = _at_home(recording, returned)
-            return
-        require_known(block.code)
-        saves = Saves()
-        values = {name: self._value_of(recording, name, value) for name, value in job.values.items()}
-        namespace = block.namespace(values, saves, "")
-        namespace.update(__builtins__=BUILTINS, __name__=job.module_name)
-        block.execute(namespace)
-        saved = saves.collect(namespace, block.binds)
-        home = {*saved, *job.shared}
-        if not saves.all_home(namespace, home):
-            raise NotStraightError  # whether it is lost depends on who else holds it
-        program.saves = {name: _at_home(recording, value) for name, value in saved.items()}
-        program.lost = block.lost(saves, namespace, home)
-
-    def _show(self, value: Any) -> Any:
-        if isinstance(value, Tracer):
-            return _StepsAlone()
-        seen = shown(value, _answers)
-        if isinstance(seen, (Held, Shown)):
-            if self._others():
-                raise NotStraightError
-            self._seen.append((value, _state(value)))
-        return seen
-
-    def _value_of(self, recording: Recording, name: str, value: Any) -> Any:
-        if type(value) is torch.Tensor and any(one.job.values[name] is not value for one in self._group):
-            self._show(value)
-            sym = captured(recording, value)
-            mine = self.own[ref_of(sym).number] = [one.job.values[name] for one in self._group]
-            self._versions.append((mine, [each._version for each in mine]))
-            recording.keep(sym)
-            return sym
-        return self._show(value)
-
-    def stale(self) -> str | None:
-        """What is to be told if a value of the caller's is not what it was."""
-        same = all(_state(value) == state for value, state in self._seen)
-        if same and all([each._version for each in own] == versions for own, versions in self._versions):
-            return None
-        return (
-            "a tensor, list or name that the block was given has changed since it began, and the block had been read "
-            "ahead with its old value: give each trace its own"
-        )
-
-
-def _state(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value._version
-    return value() if isinstance(value, Outside) else tuple(map(id, value))
-
-
 def _never() -> None:
     return None
 
 
-def _at_home(recording: Recording, value: Any) -> Any:
-    if not can_come_home(value, set()):
-        raise recording.refused()
-    return mapped(value, Sym, ref_of)
-
-
-class _StepsAlone:
-    """What a block that is written down sees of its tracer."""
-
-    @property
-    def iter(self) -> Steps:
-        return Steps()
-
-    def all(self) -> StepLoop:
-        return Steps()[:]
-
-    def next(self) -> None:
-        session_for("`tracer.next()`").move_on()
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotStraightError
-
-
-def _answers(value: Any) -> bool:
-    """Whether it asks the session of the block for all that it says."""
-    return isinstance(value, (ModelPlaces, Node, LayerStream))
-
-
 def _key(job: Job) -> Any:
-    block = job.block
-    if type(block) is FunctionBlock:
+    block: Any = job.block
+    if type(block) is FunctionBlock or (job.trace and not hasattr(block, "namespace")):
         return id(block)
-    if type(block) is not Block or job.exports or job.fresh:
+    restricted = job.trace and hasattr(block, "written")
+    if not (restricted or type(block) is Block) or job.exports or job.fresh:
         return id(job)
-    values = tuple((name, _sign(value)) for name, value in job.values.items())
-    return block.code, job.module_name, job.shared, values
+    sign = _sign_copy if restricted else _sign
+    values = tuple((name, sign(value)) for name, value in job.values.items())
+    return job.trace, block if restricted else block.code, job.module_name, job.shared, values
+
+
+def _sign_copy(value: Any) -> Any:
+    """Of a value that came over the network, of which each request has a copy."""
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_sign_copy, value))
+    return (Node, path_of(value)) if isinstance(value, Node) else _sign(value)
 
 
 def _sign(value: Any) -> Any:

@@ -210,6 +210,9 @@ class Host:
         return self.together and len(self._new) >= LEAST and type(room) in _KNOWN and not room.anatomy.batched
 
     def _has_others(self, job: Job) -> bool:
+        if hasattr(job.block, "written"):  # its values came for its trace alone, or for the edit
+            beside = [each for each in self.jobs.values() if job.trace and each.trace == job.trace]
+            return any(each.block != job.block for each in beside)
         installed = any(edit is not job for edit in self.installed.values())
         return installed or any(each.block != job.block for each in self.jobs.values())
 
