@@ -22,6 +22,7 @@ from insitu.run.promise import demand
 from insitu.run.promised import PromisedServed
 from insitu.run.recorder import CacheRecorder, Recorder
 from insitu.run.served import Rows, Served
+from insitu.run.snapshot import SharedServed, Snapshot
 from insitu.run.spent import timed
 from insitu.run.stream import Stream
 from insitu.run.torch_state import TorchState
@@ -144,7 +145,10 @@ class BlockRun:
 
     def _show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int]) -> Served:
         assert self._greenlet is not None
-        served = Served(live, rows, what, fixed, self.writes_unseen, self.withholds)
+        if self.many is not None:  # all of whose rows are not copied unless they have to be
+            served: Served = SharedServed(Snapshot(live, [rows]), 0, what, fixed, self.withholds)
+        else:
+            served = Served(live, rows, what, fixed, self.writes_unseen, self.withholds)
         self._into(self._greenlet.switch, served)
         return served
 
