@@ -22,10 +22,17 @@ def model(name: str, request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(name)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tapped(engines: Any) -> Iterator[Any]:
     """An engine that serves ``PLACES`` from inside its compiled model."""
     with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps=PLACES) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def in_worker(engines: Any) -> Iterator[Any]:
+    """An engine that runs the model in a process of its own."""
+    with own_engine(engines, "llama", engine="workers") as model:
         yield model
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 import insitu
@@ -78,7 +79,10 @@ def summed(output: Any) -> torch.Tensor:
 
 @contextmanager
 def own_engine(engines: Any, name: str, **engine_args: Any) -> Iterator[Any]:
-    """A float32 engine beside those of the session's fixture `engines`, with arguments of its own."""
+    """A float32 engine beside those of the session's fixture `engines`, with arguments of its own. Where these say
+    nothing of the session's kind, it would be the same in every session: its tests run without ``--engine``."""
+    if engines.settings and not engines.settings.keys() & engine_args.keys():
+        pytest.skip("this engine is the same without --engine")
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **engine_args}
     with insitu.VLLM(models.tiny(name), dispatch=True, **settings) as model:
         yield model

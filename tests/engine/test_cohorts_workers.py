@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from insitu import VLLM
-from tests.engine.helpers import own_engine
 from tests.engine.taps import assert_same
 from tests.engine.test_cohorts import PROMPTS, counted
 from tests.engine.test_cohorts_home import tensors_in
@@ -22,9 +20,8 @@ SHARED = torch.randn(128, generator=torch.Generator().manual_seed(6))
 
 
 @pytest.fixture(scope="module")
-def worker(engines: Any) -> Iterator[Any]:
-    with own_engine(engines, "llama", engine="workers") as model:
-        yield model
+def worker(in_worker: Any) -> Any:
+    return in_worker
 
 
 def read(model: VLLM) -> Any:

@@ -28,9 +28,8 @@ def worker() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
-    with worker() as made:
-        yield made
+def model(in_worker: Any) -> Any:
+    return in_worker
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ import torch
 
 from insitu.block import ArgumentError
 from insitu.run.home import tensors_within
-from tests.engine.helpers import own_engine
 
 pytestmark = pytest.mark.in_process
 
@@ -94,8 +93,7 @@ def test_other_values_and_places_are_refused(llama: Any) -> None:
 
 
 @pytest.mark.slow
-def test_workers_refuse_it(engines: Any) -> None:
-    with own_engine(engines, "llama", engine="workers") as model:
-        with pytest.raises(ArgumentError, match="keep_on='device': this model runs in worker processes"):
-            model.trace("The", keep_on="device")
-        assert model.in_flight() == 0
+def test_workers_refuse_it(in_worker: Any) -> None:
+    with pytest.raises(ArgumentError, match="keep_on='device': this model runs in worker processes"):
+        in_worker.trace("The", keep_on="device")
+    assert in_worker.in_flight() == 0

@@ -16,7 +16,7 @@ from tests import models
 from tests.engine.helpers import assert_close, assert_greedy, hf_stream, ids_of, own_engine
 from tests.models import LAYERS, WIDTH
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 QUERIES, IMAGE = 4, 32
 TEXT = "The city of"

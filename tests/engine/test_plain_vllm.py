@@ -46,6 +46,7 @@ def found() -> dict[str, list[tuple[list[int], list[float]]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_process
 @pytest.mark.parametrize("name", models.NAMES)
 def test_greedy_tokens_and_their_probabilities(
     name: str, found: dict[str, list[tuple[list[int], list[float]]]]

@@ -13,17 +13,18 @@ import torch
 import insitu
 from insitu.block import LocationError
 from insitu.run import warning_handlers
-from tests.engine.helpers import own_engine
-from tests.engine.taps import PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of, recorded, taps_of
+from tests.engine.taps import PROMPTS, SETTINGS, Block, assert_same, name_of, recorded, taps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
 
-@pytest.fixture(scope="module")
-def tapped(engines: Any) -> Iterator[Any]:
-    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=16, taps=PLACES) as model:
-        taps_of(model).shown.__self__.ahead.most = 8  # as if there were a GPU that works meanwhile
-        yield model
+@pytest.fixture(scope="module", autouse=True)
+def far_ahead(tapped: Any) -> Iterator[None]:
+    """As if there were a GPU that works meanwhile."""
+    ahead = taps_of(tapped).shown.__self__.ahead
+    most, ahead.most = ahead.most, 8
+    yield
+    ahead.most = most
 
 
 @pytest.fixture(params=["between pieces", "recorded"])

@@ -8,7 +8,6 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,9 +28,8 @@ def worker(**settings: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Any]:
-    with worker() as made:
-        yield made
+def model(in_worker: Any) -> Any:
+    return in_worker
 
 
 class Steering:
