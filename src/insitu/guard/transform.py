@@ -10,6 +10,7 @@ from RestrictedPython.transformer import IOPERATOR_TO_STR, RestrictingNodeTransf
 
 from insitu.block.saves import SAVE_NAME
 from insitu.guard.errors import NotAllowedError
+from insitu.guard.nodes import again, arguments_of, as_tuple, at, call_of, hashable, is_no_grad, within
 
 __all__ = ["Restricting", "require_names"]
 
@@ -105,14 +106,14 @@ class Restricting(RestrictingNodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         symbol = _OPERATORS[type(node.op)]
         node = self.node_contents_visit(node)
-        return _call(node, "_binary_", ast.Constant(symbol), node.left, node.right)
+        return call_of(node, "_binary_", ast.Constant(symbol), node.left, node.right)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         symbol = _UNARY.get(type(node.op))
         node = self.node_contents_visit(node)
         if symbol is None or (isinstance(node.operand, ast.Constant) and isinstance(node.operand.value, (int, float))):
             return node
-        return _call(node, "_unary_", ast.Constant(symbol), node.operand)
+        return call_of(node, "_unary_", ast.Constant(symbol), node.operand)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         middles = node.comparators[:-1]
@@ -120,7 +121,7 @@ class Restricting(RestrictingNodeTransformer):
             self.error(node, "of a chain of comparisons, what stands in the middle must be a name: use `and`")
         lefts = [node.left, *middles]
         parts = [
-            self._compared(node, op, left if index == 0 else _again(left), right)
+            self._compared(node, op, left if index == 0 else again(left), right)
             for index, (op, left, right) in enumerate(zip(node.ops, lefts, node.comparators, strict=True))
         ]
         return parts[0] if len(parts) == 1 else ast.copy_location(ast.BoolOp(ast.And(), parts), node)
@@ -130,7 +131,7 @@ class Restricting(RestrictingNodeTransformer):
         symbol = _COMPARES.get(type(op))
         if symbol is None:  # `is` looks at nothing
             return ast.copy_location(ast.Compare(left, [op], [right]), node)
-        return _call(node, "_compare_", ast.Constant(symbol), left, right)
+        return call_of(node, "_compare_", ast.Constant(symbol), left, right)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> Any:
         """``E.a += v`` becomes ``_augmented_attr_(E, "a")("+=", v)``: E is evaluated, and read, before v."""
@@ -140,10 +141,10 @@ class Restricting(RestrictingNodeTransformer):
             return super().visit_AugAssign(node)
         if isinstance(target, ast.Attribute):
             self.visit_Attribute(ast.copy_location(ast.Attribute(ast.Constant(0), target.attr, ast.Load()), target))
-            begun = _call(target, "_augmented_attr_", self.visit(target.value), ast.Constant(target.attr))
+            begun = call_of(target, "_augmented_attr_", self.visit(target.value), ast.Constant(target.attr))
         else:
-            begun = _call(target, "_augmented_item_", self.visit(target.value), self.visit(target.slice))
-        return _at(ast.Expr(_at(ast.Call(begun, [symbol, self.visit(node.value)], []), node)), node)
+            begun = call_of(target, "_augmented_item_", self.visit(target.value), self.visit(target.slice))
+        return at(ast.Expr(at(ast.Call(begun, [symbol, self.visit(node.value)], []), node)), node)
 
     def visit_Constant(self, node: ast.Constant) -> Any:
         if isinstance(node.value, int) and node.value.bit_length() > _INT_BITS:
@@ -162,23 +163,23 @@ class Restricting(RestrictingNodeTransformer):
         node = self.node_contents_visit(node)
         for position, argument in enumerate(node.args):
             if isinstance(argument, ast.Starred):
-                guarded = _call(argument, "_getiter_", argument.value)
-                node.args[position] = _at(ast.Starred(guarded, ast.Load()), argument)
+                guarded = call_of(argument, "_getiter_", argument.value)
+                node.args[position] = at(ast.Starred(guarded, ast.Load()), argument)
         for keyword in node.keywords:
             if keyword.arg is None:
-                keyword.value = _call(keyword.value, "_mapping_", keyword.value)
-        made = _call(node, "_call_", node.func, *node.args)
+                keyword.value = call_of(keyword.value, "_mapping_", keyword.value)
+        made = call_of(node, "_call_", node.func, *node.args)
         made.keywords = node.keywords
         return made
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
-        return _call(node, "_joined_", *(self._part(part) for part in node.values))
+        return call_of(node, "_joined_", *(self._part(part) for part in node.values))
 
     def _part(self, part: ast.expr) -> ast.expr:
         if not isinstance(part, ast.FormattedValue):
             return part
         spec = ast.Constant("") if part.format_spec is None else self.visit(part.format_spec)
-        return _call(part, "_format_", self.visit(part.value), ast.Constant(part.conversion), spec)
+        return call_of(part, "_format_", self.visit(part.value), ast.Constant(part.conversion), spec)
 
     def visit_TemplateStr(self, node: ast.AST) -> Any:
         self.not_allowed(node)
@@ -194,39 +195,39 @@ class Restricting(RestrictingNodeTransformer):
         if not isinstance(getattr(node, "ctx", None), ast.Store):
             for element in node.elts:
                 if isinstance(element, ast.Starred):
-                    element.value = _call(element, "_getiter_", element.value)
+                    element.value = call_of(element, "_getiter_", element.value)
             return self._counted(node, len(node.elts))
         return node
 
     def _counted(self, node: Any, count: int) -> Any:
-        return _call(node, "_counted_", node) if count > _MANY else node
+        return call_of(node, "_counted_", node) if count > _MANY else node
 
     def visit_Set(self, node: ast.Set) -> Any:
         count = len(node.elts)
         node = self.node_contents_visit(node)
         node.elts = [
-            _at(ast.Starred(_call(each, "_members_", each.value), ast.Load()), each)
+            at(ast.Starred(call_of(each, "_members_", each.value), ast.Load()), each)
             if isinstance(each, ast.Starred)
-            else _hashable(each)
+            else hashable(each)
             for each in node.elts
         ]
         return self._counted(node, count)
 
     def visit_SetComp(self, node: ast.SetComp) -> Any:
         node = super().visit_SetComp(node)  # type: ignore[assignment]
-        node.elt = _hashable(node.elt)
+        node.elt = hashable(node.elt)
         return node
 
     def visit_DictComp(self, node: ast.DictComp) -> Any:
         node = super().visit_DictComp(node)  # type: ignore[assignment]
-        node.key = _hashable(node.key)
+        node.key = hashable(node.key)
         return node
 
     def visit_Dict(self, node: ast.Dict) -> Any:
         node = self.node_contents_visit(node)
-        node.keys = [None if key is None else _hashable(key) for key in node.keys]
+        node.keys = [None if key is None else hashable(key) for key in node.keys]
         node.values = [
-            _call(value, "_mapping_", value) if key is None else value
+            call_of(value, "_mapping_", value) if key is None else value
             for key, value in zip(node.keys, node.values, strict=True)
         ]
         return self._counted(node, len(node.keys))
@@ -234,32 +235,32 @@ class Restricting(RestrictingNodeTransformer):
     # -- statements -----------------------------------------------------------------------
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        node.targets = [_as_tuple(target) for target in node.targets]
+        node.targets = [as_tuple(target) for target in node.targets]
         if len(node.targets) > 1 and any(isinstance(target, ast.Tuple) for target in node.targets):
             self.error(node, "one value can't be unpacked into several targets: use a statement for each")
         return super().visit_Assign(node)
 
     def visit_For(self, node: ast.For) -> Any:
-        node.target = _as_tuple(node.target)
+        node.target = as_tuple(node.target)
         return self.guard_iter(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> Any:
         if node.is_async:
             self.error(node.target, "it can't use `async`")
-        node.target = _as_tuple(node.target)
+        node.target = as_tuple(node.target)
         return super().visit_comprehension(node)
 
     def visit_While(self, node: ast.While) -> Any:
         node = self.node_contents_visit(node)
-        node.body.insert(0, _at(ast.Expr(_call(node.test, "_tick_")), node.body[0]))
+        node.body.insert(0, at(ast.Expr(call_of(node.test, "_tick_")), node.body[0]))
         return node
 
     def visit_Try(self, node: ast.Try) -> Any:
         for statement in node.finalbody:
-            for inner in _within(statement):
+            for inner in within(statement):
                 if isinstance(inner, _EXITS):
                     self.error(inner, f"`{type(inner).__name__.lower()}` can't be in a `finally`")
-        for inner in (each for statement in [*node.body, *node.handlers] for each in _within(statement)):
+        for inner in (each for statement in [*node.body, *node.handlers] for each in within(statement)):
             if isinstance(inner, (ast.Yield, ast.YieldFrom)):
                 self.error(inner, "`yield` can't be in a `try`, which would go on after the block")
         return self.node_contents_visit(node)
@@ -268,38 +269,38 @@ class Restricting(RestrictingNodeTransformer):
         self.check_name(node, node.name)
         node = self.node_contents_visit(node)
         kinds = [] if node.type is None else [node.type]
-        node.type = _call(node if node.type is None else node.type, "_catchable_", *kinds)
+        node.type = call_of(node if node.type is None else node.type, "_catchable_", *kinds)
         return node
 
     def visit_With(self, node: ast.With) -> Any:
         """``with torch.no_grad():`` is its body; any other is a loop over steps, which is what its manager gives."""
         item, *others = node.items
         if others:
-            node.body = [_at(ast.With(others, node.body), node)]
-        if _is_no_grad(item.context_expr):
+            node.body = [at(ast.With(others, node.body), node)]
+        if is_no_grad(item.context_expr):
             if item.optional_vars is not None:
                 self.error(node, "`torch.no_grad()` gives no value")
             return self._body(node)
-        for inner in (each for statement in node.body for each in _within(statement)):
+        for inner in (each for statement in node.body for each in within(statement)):
             if isinstance(inner, _EXITS):
                 self.error(inner, f"`{type(inner).__name__.lower()}` can't leave a `with`")
         target = item.optional_vars
         if target is not None and not isinstance(target, ast.Name):
             self.error(target, "the step of a `with` is given to one name")
-        name = _at(ast.Name("_step", ast.Store()), node) if target is None else self.visit(target)
-        steps = _call(item.context_expr, "_entered_", self.visit(item.context_expr))
-        return _at(ast.For(name, steps, self._body(node).body, []), node)
+        name = at(ast.Name("_step", ast.Store()), node) if target is None else self.visit(target)
+        steps = call_of(item.context_expr, "_entered_", self.visit(item.context_expr))
+        return at(ast.For(name, steps, self._body(node).body, []), node)
 
     def _body(self, node: ast.With) -> ast.If:
-        return self.node_contents_visit(_at(ast.If(ast.Constant(True), node.body, []), node))
+        return self.node_contents_visit(at(ast.If(ast.Constant(True), node.body, []), node))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        node.decorator_list = [each for each in node.decorator_list if not _is_no_grad(each)]
+        node.decorator_list = [each for each in node.decorator_list if not is_no_grad(each)]
         if node.decorator_list:
             self.error(node.decorator_list[0], "a function in it can't be decorated: call what the decorator calls")
         self.check_name(node, node.name)
         node.returns = None
-        for argument in _arguments(node.args):
+        for argument in arguments_of(node.args):
             argument.annotation = None
         self.check_function_argument_names(node)
         self._require_few(node, node.args)
@@ -310,12 +311,12 @@ class Restricting(RestrictingNodeTransformer):
         return super().visit_Lambda(node)
 
     def _require_few(self, node: ast.AST, arguments: ast.arguments) -> None:
-        if len(_arguments(arguments)) > _MOST_ARGUMENTS:
+        if len(arguments_of(arguments)) > _MOST_ARGUMENTS:
             self.error(node, f"a function has at most {_MOST_ARGUMENTS} arguments")
 
     def visit_YieldFrom(self, node: ast.YieldFrom) -> Any:
         node = self.node_contents_visit(node)
-        node.value = _call(node.value, "_getiter_", node.value)
+        node.value = call_of(node.value, "_getiter_", node.value)
         return node
 
     def visit_Module(self, node: ast.Module) -> Any:
@@ -335,60 +336,3 @@ def _refusal(node: ast.AST, why: str, filename: str) -> NotAllowedError:
     text = linecache.getline(filename, line).strip() if not filename.startswith("<client>") else ""
     shown = f" ({text})" if text else ""
     return NotAllowedError(f"line {line} of a restricted block{shown}: {why}")
-
-
-def _at(node: Any, where: ast.AST) -> Any:
-    for each in ast.walk(node):
-        if not hasattr(each, "lineno") and "lineno" in each._attributes:
-            ast.copy_location(each, where)
-    return node
-
-
-def _call(where: ast.AST, name: str, *arguments: ast.expr) -> ast.Call:
-    return _at(ast.Call(ast.Name(name, ast.Load()), list(arguments), []), where)
-
-
-def _hashable(node: ast.expr) -> ast.expr:
-    return node if isinstance(node, ast.Constant) else _call(node, "_hashable_", node)
-
-
-def _again(node: ast.expr) -> ast.expr:
-    return ast.copy_location(ast.Name(node.id, ast.Load()) if isinstance(node, ast.Name) else node, node)
-
-
-def _as_tuple(target: Any) -> Any:
-    """Brackets around targets mean what parentheses do."""
-    if isinstance(target, (ast.List, ast.Tuple)):
-        elements = [_as_tuple(each) for each in target.elts]
-        return ast.copy_location(ast.Tuple(elements, ast.Store()), target)
-    if isinstance(target, ast.Starred):
-        return ast.copy_location(ast.Starred(_as_tuple(target.value), ast.Store()), target)
-    return target
-
-
-def _within(statement: ast.AST) -> Any:
-    """A statement and all in it, without the bodies of functions; exits of loops in it stay in it."""
-    pending: list[tuple[ast.AST, bool]] = [(statement, False)]
-    while pending:
-        node, looped = pending.pop()
-        if not (looped and isinstance(node, (ast.Break, ast.Continue))):
-            yield node
-        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-            inside = looped or isinstance(node, (ast.For, ast.While))
-            pending += [(child, inside) for child in ast.iter_child_nodes(node)]
-
-
-def _is_no_grad(node: ast.expr) -> bool:
-    """Whether it is ``torch.no_grad()`` or ``torch.inference_mode()``, with which a block begins anyway."""
-    function = node.func if isinstance(node, ast.Call) and not node.args and not node.keywords else None
-    return (
-        isinstance(function, ast.Attribute)
-        and function.attr in ("no_grad", "inference_mode")
-        and isinstance(function.value, ast.Name)
-        and function.value.id == "torch"
-    )
-
-
-def _arguments(arguments: ast.arguments) -> list[ast.arg]:
-    others = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *others]
