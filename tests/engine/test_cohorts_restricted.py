@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,13 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from insitu import VLLM, LimitError
+from insitu.block import FunctionBlock
 from insitu.engine.client.edit import Edit, EditTracer
 from insitu.engine.job import Job
 from insitu.guard import GuardedBlock, GuardLimits
 from insitu.net import CodeSource
+from insitu.net.form import parsed
+from insitu.net.form_block import form_block
 from tests.engine import remote
 from tests.engine.helpers import completed, enqueue
 from tests.engine.remote import trace
@@ -313,3 +317,74 @@ def test_an_installed_edit_saves_no_more_than_it_may(llama: VLLM) -> None:
     alone, together = alone_and_together(llama, lambda: beside(llama))
     assert same(alone, together)
     assert [isinstance(error, LimitError) for _, error in together] == [len(prompt) > 5 for prompt in PROMPTS]
+
+
+# -- forms ------------------------------------------------------------------------------------
+
+UNIT = drawn(WIDTH).tolist()
+READ = {"do": "read", "at": "resid_post[3]", "as": "after", "when": "all"}
+FORMS = {
+    "reads": [READ, {"do": "read", "at": "logits", "as": "logits", "positions": "last", "when": [0, 2]}],
+    "adds": [{"do": "add", "at": "resid_post[1]", "vector": UNIT, "scale": 2.0, "when": "all"}, READ],
+    "adds its norm": [{"do": "add", "at": "mlp_out[1]", "vector": UNIT, "match_norm": True, "positions": "last"}, READ],
+    "sets": [{"do": "set", "at": "resid_post[1]", "vector": UNIT, "when": "generated"}, READ],
+    "sets its norm": [{"do": "set", "at": "resid_mid[1]", "vector": UNIT, "match_norm": True, "when": "all"}, READ],
+    "projects out": [{"do": "project_out", "at": "resid_post[2]", "vector": UNIT, "when": "all"}, READ],
+    "scales": [{"do": "scale", "at": "attn_out[2]", "scale": 0.25, "positions": "last", "when": "all"}, READ],
+}
+ALONE = {
+    "heads": [{"do": "scale", "at": "q[2]", "scale": 0.25, "positions": [0]}, READ],
+    "numbers": [{"do": "scale", "at": "attn_out[2]", "scale": 0.25, "positions": [0, -1]}, READ],
+    "too short": [{"do": "add", "at": "resid_post[1]", "vector": [1.0], "when": "all"}, READ],
+    "too many steps": [{"do": "read", "at": "resid_post[1]", "as": "x", "when": [0, 9]}],
+}
+
+
+def form_of(model: VLLM, actions: list[Any], saved_bytes: int | None = None) -> Callable[[], list[tuple[Any, Job]]]:
+    block, engine = form_block(parsed({"actions": actions}), model, saved_bytes), model._running()
+    calls = itertools.count()
+
+    def jobs() -> list[tuple[Any, Job]]:
+        call = f"call {next(calls)}"
+        made = [
+            Job(f"{call}/{number}", FunctionBlock(block), tracer=EditTracer(engine), trace=call) for number in range(6)
+        ]
+        return [(engine.prepare(prompt, STEPS), job) for prompt, job in zip(PROMPTS, made, strict=True)]
+
+    return jobs
+
+
+def left(model: VLLM, work: list[tuple[Any, Job]]) -> list[Any]:
+    return [result.error or result.returned for result in model._running().run(work)]
+
+
+@pytest.mark.parametrize("name", [*FORMS, *ALONE])
+def test_a_form_leaves_the_same(llama: VLLM, name: str) -> None:
+    jobs = form_of(llama, (FORMS | ALONE)[name])
+    with counted(llama) as counts:
+        alone, together = alone_and_together(llama, lambda: left(llama, jobs()))
+    assert same(alone, together)
+    assert counts[0] == (len(PROMPTS) if name in FORMS else 0)
+    assert any(isinstance(each, Exception) for each in together) is name.startswith("too")
+
+
+def test_a_form_reads_no_more_than_it_may(llama: VLLM) -> None:
+    jobs = form_of(llama, [{"do": "read", "at": "resid_post[1]", "as": "x"}], 4 * WIDTH * 5)
+    alone, together = alone_and_together(llama, lambda: left(llama, jobs()))
+    assert same(alone, together)
+    assert [isinstance(each, LimitError) for each in together] == [len(prompt) > 5 for prompt in PROMPTS]
+
+
+def test_an_installed_form_runs_once_for_all_of_a_step(llama: VLLM) -> None:
+    engine = llama._running()
+    block = FunctionBlock(form_block(parsed({"actions": FORMS["adds"][:1]}), llama))
+    engine.install(Edit(engine, None), Job("", block, tracer=EditTracer(engine)))
+
+    def texts() -> Any:
+        enqueue(llama, PROMPTS, [6] * len(PROMPTS))
+        return [list(each.outputs[0].token_ids) for each in completed(llama)]
+
+    with counted(llama) as counts:
+        alone, together = alone_and_together(llama, texts)
+    assert same(alone, together)
+    assert counts[0] == len(PROMPTS)

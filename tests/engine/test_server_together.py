@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 import torch
 
 import insitu
 from insitu import LimitError
-from tests.engine.served import Server, key_file
+from tests.engine.served import KEY, Server, key_file
 from tests.engine.test_cohorts import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 ANN, BEN = "the key of ann", "the key of ben"
 PROMPTS = [[5 + number % 7, *range(5, 8 + number % 5)] for number in range(48)]
 VECTORS = torch.randn(len(PROMPTS), 128, generator=torch.Generator().manual_seed(0))
+_PLAIN: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True}
 
 
@@ -26,7 +28,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": Tru
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = {"saved_bytes": 3000, "operations": 20_000}
     keys = {"name": "ann", "key": ANN}, {"name": "ben", "key": BEN, "limits": limits}
-    made = Server("--insitu-keys", key_file(tmp_path_factory, *keys))
+    made = Server("--api-key", KEY, "--insitu-keys", key_file(tmp_path_factory, *keys))
     yield made
     made.close()
 
@@ -39,6 +41,11 @@ def ann(server: Server) -> Any:
 @pytest.fixture(scope="module")
 def ben(server: Server) -> Any:
     return insitu.connect(server.url, BEN)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 def steered(model: Any, prompts: list[list[int]], vectors: torch.Tensor) -> Any:
@@ -67,6 +74,22 @@ def test_one_run_for_all_prompts_of_a_trace(ann: Any) -> None:
     assert together(ann) - before > len(PROMPTS) // 2  # as many as begin in a step
     alone = [steered(ann, PROMPTS[at : at + 1], VECTORS[at : at + 1]) for at in range(len(PROMPTS))]
     assert same([part for each in found for part in each], [part for each in alone for part in each])
+
+
+def test_a_form_runs_once_for_the_prompts_of_a_call(ann: Any, client: Any) -> None:
+    """Of a key that may send forms, beside OpenAI's own route."""
+    steer = {"do": "add", "at": "resid_post[1]", "vector": VECTORS[0].tolist(), "scale": 2.0, "when": "all"}
+    form = {"actions": [steer, {"do": "read", "at": "resid_post[3]", "as": "rows", "when": "all"}]}
+
+    def read(prompts: list[list[int]]) -> list[Any]:
+        asked = {"model": "tiny", "prompt": prompts, "extra_body": {"insitu": form}, **_PLAIN}
+        return [choice.insitu["saves"]["rows"] for choice in client.completions.create(**asked).choices]
+
+    read(PROMPTS[:1])
+    before = together(ann)
+    found = read(PROMPTS)
+    assert together(ann) > before
+    assert found == [read([prompt])[0] for prompt in PROMPTS]
 
 
 def test_each_key_has_its_own_limits(ann: Any, ben: Any) -> None:

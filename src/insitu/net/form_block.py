@@ -32,7 +32,7 @@ class FormBlock:
 
     def __init__(self, form: Form, model: Any, saved_bytes: int | None) -> None:
         self._model = model
-        self._saved_bytes = saved_bytes
+        self.saved_bytes = saved_bytes
         self._actions = actions = [_on(model, each, f"$.actions[{number}]") for number, each in enumerate(form.actions)]
         self._placed = [(actions[number], f"$.actions[{number}]") for number in order(actions)]
 
@@ -46,8 +46,13 @@ class FormBlock:
     def __call__(self, tracer: Any) -> dict[str, Any]:
         session: Any = current.get()
         session.withholds = True
-        found = _Found(self._saved_bytes)
-        vectors: dict[str, Any] = {}
+        return self._done(tracer, _Found(self.saved_bytes), Vectors())
+
+    def written(self, tracer: Any, vectors: Vectors) -> dict[str, Any]:
+        """The same with names in place of values, which is counted otherwise."""
+        return self._done(tracer, _Found(None), vectors)
+
+    def _done(self, tracer: Any, found: _Found, vectors: Vectors) -> dict[str, Any]:
         steps = _steps(self._actions)
         if steps == [0]:
             _do(self._model, tracer, self._placed, 0, found, vectors)
@@ -72,6 +77,34 @@ def _count(action: Action, steps: int) -> int:
     if isinstance(action.when, list):
         return sum(step < steps for step in action.when)
     return max(steps - 1, 0) if action.when == "generated" else steps
+
+
+class Vectors:
+    """The vectors of a form, by where in it they are; of length 1 where only the direction counts."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def of(self, action: Add | Set | ProjectOut, rows: Any, path: str) -> Any:
+        """For these rows. Raises ``FormError`` if they have another width."""
+        width = self.width(rows)
+        if len(action.vector) != width:
+            raise FormError(
+                f"the vector has {len(action.vector)} numbers, and {action.at!r} is {width} wide",
+                "bad-vector",
+                f"{path}.vector",
+            )
+        if path not in self._made:
+            self._made[path] = self.beside(rows, _vector(action))
+        return self._made[path]
+
+    def width(self, rows: Any) -> int:
+        """How many numbers a row has."""
+        return rows.shape[1:].numel()
+
+    def beside(self, rows: Any, vector: Any) -> Any:
+        """The vector as the rows are calculated with."""
+        return vector.to(rows.device)
 
 
 class _Found:
@@ -150,14 +183,14 @@ def _do(
     placed: Sequence[tuple[Action, str]],
     step: int,
     found: _Found,
-    vectors: dict[str, Any],
+    vectors: Vectors,
 ) -> None:
     for action, path in placed:
         if not _is_in(action, step):
             continue
         value = _tensor(model, action, path)
         rows = value.transpose(0, 1) if action.at.startswith("attn_pattern[") else value
-        index = _index(tracer, action, rows.shape[0], path)
+        index = _index(tracer, action, rows, path)
         if isinstance(action, Read):
             read = rows[index].clone()
             found.add(action.name, read.transpose(0, 1) if rows is not value else read)
@@ -183,15 +216,16 @@ def _tensor(model: Any, action: Action, path: str) -> Any:
     return value
 
 
-def _index(tracer: Any, action: Action, rows: int, path: str) -> Any:
+def _index(tracer: Any, action: Action, value: Any, path: str) -> Any:
     positions = action.positions
     if positions == "all":
         return slice(None)
     if positions == "last":
-        return [-1]
+        return slice(-1, None)
     if isinstance(positions, AtText):
         return list(tracer.positions_of(positions.text, occurrence=positions.occurrence))
     assert isinstance(positions, list)
+    rows = value.shape[0]
     for position in positions:
         if not -rows <= position < rows:
             raise FormError(f"position {position} of {rows}, 0 to {rows - 1}", "bad-positions", f"{path}.positions")
@@ -200,37 +234,36 @@ def _index(tracer: Any, action: Action, rows: int, path: str) -> Any:
     return positions
 
 
-def _edited(action: Action, rows: Any, vectors: dict[str, Any], path: str) -> Any:
+def _edited(action: Action, rows: Any, vectors: Vectors, path: str) -> Any:
     if isinstance(action, Scale):
         return rows * action.scale
     assert isinstance(action, (Add, Set, ProjectOut))
-    vector = _vector(action, rows, vectors, path)
-    flat = rows.reshape(rows.shape[0], -1).float()
+    vector = vectors.of(action, rows, path)
+    is_flat = _has_flat_rows(action)
+    flat = rows.float() if is_flat else rows.reshape(rows.shape[0], -1).float()
     if isinstance(action, ProjectOut):
         made = flat - action.scale * (flat @ vector)[:, None] * vector
     else:
         change = action.scale * vector
         if action.match_norm:
             change = action.scale * flat.norm(dim=-1, keepdim=True) * vector
-        made = flat + change if isinstance(action, Add) else change.expand_as(flat)
-    return made.reshape(rows.shape).to(rows.dtype)
+        made = flat + change if isinstance(action, Add) else change
+    if is_flat:
+        return made
+    return (made if isinstance(action, (Add, ProjectOut)) else made.expand_as(flat)).reshape(rows.shape)
 
 
-def _vector(action: Add | Set | ProjectOut, rows: Any, vectors: dict[str, Any], path: str) -> Any:
-    """The vector; of length 1 where only its direction counts."""
+def _has_flat_rows(action: Action) -> bool:
+    """Whether a row is one list of numbers, as at all standard names but those of heads."""
+    name, at, _ = parts(action.at)
+    return not isinstance(at, str) and name not in ("q", "k", "v", "attn_pattern")
+
+
+def _vector(action: Add | Set | ProjectOut) -> Any:
     import torch
 
-    width = rows.shape[1:].numel()
-    if len(action.vector) != width:
-        raise FormError(
-            f"the vector has {len(action.vector)} numbers, and {action.at!r} is {width} wide",
-            "bad-vector",
-            f"{path}.vector",
-        )
-    if path not in vectors:
-        made = torch.tensor(action.vector, dtype=torch.float64)
-        if isinstance(action, ProjectOut) or action.match_norm:
-            made /= made.abs().max()  # or its squares might be beyond the numbers that there are
-            made /= made.norm()
-        vectors[path] = made.to(rows.device, torch.float32)
-    return vectors[path]
+    made = torch.tensor(action.vector, dtype=torch.float64)
+    if isinstance(action, ProjectOut) or action.match_norm:
+        made /= made.abs().max()  # or its squares might be beyond the numbers that there are
+        made /= made.norm()
+    return made.to(torch.float32)

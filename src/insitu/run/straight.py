@@ -143,7 +143,7 @@ class Recording:
         kinds = leaves(self._kind_of(self._place_of(name, layer)))
         if not kinds:
             raise self.refused()
-        return ByRows(3 if name in ("q", "k", "v") else 2)
+        return ByRows(3) if name in ("q", "k", "v") else ByRows(2, like=kinds[0] and kinds[0].like)
 
     def _require_whole(self, value: Any, kind: Any) -> None:
         if not isinstance(value, Sym) or value._kind != kind or value._span is not None:

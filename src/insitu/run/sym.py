@@ -80,7 +80,7 @@ class Sym:
             raise recording.refused()
         one = type(key) is int
         span = (key.start, key.stop, key.step or 1) if isinstance(key, slice) else None
-        part = recording.note("rows", (self, key), ByRows(kind.dims - one, one), self._place, span)
+        part = recording.note("rows", (self, key), ByRows(kind.dims - one, one, kind.like), self._place, span)
         part._base, part._key = self, key
         return part
 

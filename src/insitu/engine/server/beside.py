@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, aclosing
@@ -66,6 +67,7 @@ class Beside:
     """Whether the call has the field, and so is counted."""
     told: bool = True
     """Whether its answer has a place for what is left."""
+    call: str = field(default_factory=lambda: uuid.uuid4().hex)
     held: ExitStack = field(default_factory=ExitStack)
     """What is to be closed when it has been answered."""
     left: list[dict[int, dict[str, Any]]] = field(default_factory=list)
@@ -212,7 +214,7 @@ class BesideOpenAI:
         try:
             prepared = self._engine.adopted(prompt, params, lora_request)
             assert beside.block is not None
-            job = job_of(self._engine, beside.block)
+            job = job_of(self._engine, beside.block, beside.call)
             shipment = await self._engine.ship([(prepared, job)])
         except (InsituError, ValueError) as error:
             beside.error = error

@@ -64,9 +64,9 @@ def parsed(body: bytes) -> tuple[Asked, Form]:
         raise RefusedError(400, error.code, str(error)) from None
 
 
-def job_of(engine: AsyncEngine, block: FormBlock) -> Job:
-    """A form's block, to be run beside one request."""
-    return Job(uuid.uuid4().hex, FunctionBlock(block), tracer=AsyncTrace(engine, [], {}))
+def job_of(engine: AsyncEngine, block: FormBlock, call: str = "") -> Job:
+    """A form's block, to be run beside one request of a ``call``, which has one form for all its prompts."""
+    return Job(uuid.uuid4().hex, FunctionBlock(block), tracer=AsyncTrace(engine, [], {}), trace=call)
 
 
 def beside_edits(saved: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:

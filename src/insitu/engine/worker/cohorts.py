@@ -13,10 +13,10 @@ from insitu.engine.client.tracer import Tracer
 from insitu.engine.job import Job
 from insitu.engine.worker.members import Cohort
 from insitu.engine.worker.writing import Writing
+from insitu.net.form_block import FormBlock
 from insitu.run import Interleaver
 from insitu.run.kinds import is_plain
 from insitu.run.shares import Shares
-from insitu.run.together import Together
 from insitu.tree import Node, path_of
 
 LEAST = 4
@@ -81,8 +81,7 @@ def _cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Cal
     stale = writing.stale if takes_steps else _never
     text = first.execution().text()
     shares = Shares(interleaver.sender)
-    make = getattr(first.block, "together", Together)
-    together = make(program, everybody, writing.own, writing.ended_after, stale, text, shares)
+    together = writing.makes(program, everybody, writing.own, writing.ended_after, stale, text, shares)
     together.widths = writing.widths
     return Cohort(together, interleaver, first.owner, program.lost)
 
@@ -96,7 +95,9 @@ def _never() -> None:
 
 def _key(job: Job) -> Any:
     block: Any = job.block
-    if type(block) is FunctionBlock or (job.trace and not hasattr(block, "namespace")):
+    if isinstance(job.block, FunctionBlock) and isinstance(job.block.fn, FormBlock):
+        return job.trace or id(job)  # which has one form for all its prompts
+    if isinstance(job.block, FunctionBlock) or (job.trace and not hasattr(block, "namespace")):
         return id(block)
     restricted = job.trace and hasattr(block, "written")
     if not (restricted or type(block) is Block) or job.exports or job.fresh:

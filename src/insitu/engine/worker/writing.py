@@ -12,12 +12,14 @@ from insitu.block import FunctionBlock, Saves
 from insitu.engine.client.steps import StepLoop, Steps
 from insitu.engine.client.tracer import Tracer
 from insitu.engine.job import Job
+from insitu.net.form_block import FormBlock
 from insitu.run import Interleaver
 from insitu.run.held import Held, NotStraightError, Shown, require_known
 from insitu.run.noted import Program, mapped
 from insitu.run.shown import BUILTINS, Outside, shown, with_values
 from insitu.run.straight import Recording
 from insitu.run.sym import Sym, can_come_home, captured, ref_of
+from insitu.run.together import Together
 from insitu.run.torch_state import BlockState
 from insitu.tree import LayerStream, ModelPlaces, Node, current, session_for
 
@@ -36,6 +38,7 @@ class Writing:
         self._after: dict[int, Program | None] = {}
         self.widths: dict[int, int] = {}
         """Of what a restricted block reads, how large a row is."""
+        self.makes: type[Together] = Together
         self._seen: list[tuple[Any, Any]] = []
         self._versions: list[tuple[list[torch.Tensor], list[int]]] = []
 
@@ -46,7 +49,6 @@ class Writing:
 
     def written_down(self, ends: int, over: bool = False) -> Program | None:
         first, places = self._group[0].job, self._interleaver.anatomy
-        block: Any = first.block
         recording = Recording(
             first.owner,
             self._interleaver.kinds.get,
@@ -61,9 +63,8 @@ class Writing:
         try:
             with BlockState():
                 self._write_down(first, recording)
-            if hasattr(block, "rehearsed") and not program.refused:
-                around = max(one.tokens for one in self._group), ends, places, self._interleaver.kinds.get
-                self.widths.update(block.rehearsed(program, around, self.own))
+            if not program.refused:
+                self._rehearse(program, ends)
         except NotStraightError:
             return None
         except Exception as error:
@@ -73,9 +74,29 @@ class Writing:
             current.reset(token)
         return None if program.refused else program
 
+    def _rehearse(self, program: Program, ends: int) -> None:
+        """Finds out how much a block that may use so much alone is going to use, for the longest prompt."""
+        block: Any = self._group[0].job.block
+        room = self._interleaver
+        around = max(one.tokens for one in self._group), ends, room.anatomy, room.kinds.get
+        if _is_form(block):
+            from insitu.engine.worker.form import RestrictedTogether, form_rehearsed
+
+            self.makes = RestrictedTogether
+            self.widths.update(form_rehearsed(block.fn, program, around, self.own))
+        elif hasattr(block, "rehearsed"):
+            self.makes = block.together
+            self.widths.update(block.rehearsed(program, around, self.own))
+
     def _write_down(self, job: Job, recording: Recording) -> None:
         block: Any = job.block
         program = recording.program
+        if _is_form(block):
+            from insitu.engine.worker.form import form_written  # and with it the guard, which others have no use of
+
+            device = next(self._interleaver.modules.root.parameters()).device
+            program.returned = _at_home(recording, form_written(block.fn, StepsAlone(), device))
+            return
         if isinstance(block, FunctionBlock):
             if type(block.fn) is not FunctionType:
                 raise NotStraightError
@@ -133,6 +154,10 @@ class Writing:
             "a tensor, list or name that the block was given has changed since it began, and the block had been read "
             "ahead with its old value: give each trace its own"
         )
+
+
+def _is_form(block: Any) -> bool:
+    return isinstance(block, FunctionBlock) and isinstance(block.fn, FormBlock)
 
 
 def _never(_: Any) -> bool:
