@@ -20,8 +20,20 @@ def test_four_gib_may_be_locked_whatever_is_free() -> None:
     assert not one.has_room([1])
 
 
-def test_more_is_locked_while_a_fourth_of_the_memory_stays_free() -> None:
+def test_more_is_locked_for_what_went_the_slower_way_before() -> None:
+    one = pinned(free=16)
+    for _ in range(4):
+        one.take(GIB)
+    assert [one.has_room([GIB]) for _ in range(3)] == [False, False, True]
+    one.take(GIB)
+    assert [one.has_room([GIB]) for _ in range(3)] == [False, False, True]
+
+
+def test_a_fourth_of_the_memory_stays_free() -> None:
     one = pinned(free=10)
+    one.take(4 * GIB)
+    for _ in range(20):
+        one.has_room([20 * GIB])
     assert one.has_room([GIB] * 6)
     assert not one.has_room([GIB] * 7)
 

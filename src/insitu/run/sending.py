@@ -14,7 +14,7 @@ import torch
 from insitu.run.home import FEW, SMALL, tensors_within
 from insitu.run.memory import require_memory
 from insitu.run.parcels import Parcel, apart
-from insitu.run.pinned import Pinned
+from insitu.run.pinned import Pinned, lock_by_threads
 
 _MOST_HELD = 2**28
 _of_lists: Any = torch  # of its functions for many tensors at once, pyright knows none
@@ -209,6 +209,7 @@ class Sender:
                 self._count(hosts)
                 return hosts, None
             if self._stream is None:
+                lock_by_threads()
                 self._stream = torch.cuda.Stream(device)
             hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
             self._count(hosts)

@@ -31,7 +31,6 @@ OURS = {
     "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
 _GIB = 2**30
-_ALLOCATION = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 _TENSOR, _PIPELINE, _DATA = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
 
@@ -82,7 +81,6 @@ def checked_args(
     if workers:
         engine_args = {"distributed_executor_backend": "mp", **engine_args}
     _require_model(repo)
-    lock_memory_by_threads()
     return {**cpu_memory(engine_args), **engine_args, **OURS, **_with_taps(engine_args, taps)}
 
 
@@ -143,17 +141,6 @@ def cpu_memory(engine_args: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     most = os.environ.get("INSITU_CPU_KVCACHE_BYTES") or 4 * _GIB  # vLLM's variable counts whole GiB
     return {"kv_cache_memory_bytes": min(int(most), psutil.virtual_memory().available // 4)}
-
-
-def lock_memory_by_threads() -> None:
-    """On a GPU values come home into page-locked memory. torch asks CUDA for it, which takes a second for 1.4 GB and
-    holds up whoever starts kernels meanwhile; or, told to before CUDA is in use, has threads put the pages there first,
-    2 to 6 times as fast."""
-    name = next((name for name in _ALLOCATION if name in os.environ), _ALLOCATION[0])
-    given = os.environ.get(name, "")
-    if current_platform.is_cuda() and "pinned_use_cuda_host_register" not in given:
-        ours = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-        os.environ[name] = f"{given},{ours}" if given else ours
 
 
 @contextmanager

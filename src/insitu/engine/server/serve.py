@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from insitu.block import ArgumentError
 from insitu.engine.client.async_model import AsyncVLLM
 from insitu.engine.client.copies import require_one_front
-from insitu.engine.client.launch import OURS, cpu_memory, lock_memory_by_threads, refusal
+from insitu.engine.client.launch import OURS, cpu_memory, refusal
 from insitu.engine.client.start_async import attached
 from insitu.engine.server.access import Access
 from insitu.engine.server.beside import BesideOpenAI
@@ -127,7 +127,6 @@ def adapt(args: Any) -> None:
     _keys(args)  # a file that can't be read is told before the engine is built
     if _permission(args) == Permission.TRUSTED:
         print(_TRUSTING.format(user=getpass.getuser(), machine=socket.gethostname()), file=sys.stderr, flush=True)
-    lock_memory_by_threads()
     for name, value in {**OURS, **cpu_memory(_given(args))}.items():
         setattr(args, name, value)
 
