@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from insitu.run import traps
 from insitu.run.affine import Affine
 from insitu.run.beside import Many, Model
 from insitu.run.cache import Cache
+from insitu.run.carriers import OVER, carrier
 from insitu.run.derived import Derived
 from insitu.run.heads import ATTN_PATTERN, KeyRecorder, Pattern, not_recorded, not_writable, reads_later_patterns
 from insitu.run.mentions import BEHIND_TORCH, UNASKED, code_of, mentions
@@ -105,9 +105,8 @@ class BlockRun:
 
     def start(self) -> None:
         self.started = True
-        self._greenlet = greenlet(self._main)
-        self._greenlet.gr_context = contextvars.copy_context()
-        self._state.run(self._into, self._greenlet.switch)
+        self._greenlet = carrier()
+        self._state.run(self._into, self._greenlet.switch, self._main)
 
     def show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset()) -> Served:
         """Lets the block go on with its rows of ``live``; returns what it then leaves behind."""
@@ -137,7 +136,7 @@ class BlockRun:
     def kill(self) -> None:
         """Ends the block, its ``finally`` clauses run, without an error of its own."""
         self.throw(GreenletExit())
-        self._greenlet, self.waiting, self.done = None, None, True
+        self.done, self.waiting, self._greenlet = True, None, None
 
     def let_go(self) -> None:
         """What the block left is taken; whoever still holds the run holds no values."""
@@ -158,7 +157,8 @@ class BlockRun:
         # The forward may reach the next place in another greenlet than the last one.
         self._greenlet.parent = getcurrent()
         place = timed(switch, *value)
-        if self._greenlet.dead:
+        if place is OVER:
+            self._greenlet.gr_context = None  # which holds this run
             self.done, self._greenlet, self._served = True, None, None
             self.recorders = [each for each in self.recorders if each is not self._keys]
         else:
@@ -185,7 +185,7 @@ class BlockRun:
 
     # -- the block's side -----------------------------------------------------------------
 
-    def _main(self, *_: Any) -> None:
+    def _main(self) -> bool:
         current.set(self)
         try:
             try:
@@ -195,9 +195,10 @@ class BlockRun:
                 self.error = error
             self._await_own_step()
         except GreenletExit:
-            pass
+            return False
         except BaseException as error:
             self.error = self.error or error
+        return not self.done  # else it was killed, and took no notice
 
     def _await_own_step(self) -> None:
         """What a block does to its request is done when that has come as far as the block, which may be ahead."""
