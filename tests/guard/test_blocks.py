@@ -11,7 +11,7 @@ import torch
 from insitu.block import Saves
 from insitu.guard import GuardedBlock, GuardLimits, NotAllowedError, code, compiled
 from insitu.net import KeyLimits
-from insitu.run.mentions import mentions
+from insitu.run.mentions import mentions, text_of
 from tests.guard.ordinary import SAME
 from tests.guard.running import VALUES, run, source
 
@@ -105,7 +105,7 @@ def test_what_a_block_mentions_is_told_as_of_any_other() -> None:
         def text(self) -> Any:
             return block.code, {}
 
-    assert {"attn_pattern", "iter", "tracer", "model"} <= mentions(Program())
+    assert {"attn_pattern", "iter", "tracer", "model"} <= mentions(text_of(Program()))
 
 
 def test_a_key_has_limits_of_its_own() -> None:

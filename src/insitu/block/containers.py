@@ -8,6 +8,7 @@ uses too, by a name of its own, is not copied: both have to mean the same one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 from .errors import ArgumentError
@@ -15,7 +16,7 @@ from .reached import reached
 
 __all__ = ["changed", "copied"]
 
-_KINDS = (list, dict, set, tuple)
+_KINDS = frozenset((list, dict, set, tuple))
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,6 +61,8 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if id(value) in memo:
         return memo[id(value)]
+    if kind is not dict and _KINDS.isdisjoint(map(type, value)):  # a prompt, say, of any length
+        return memo.setdefault(id(value), value if kind is tuple else value.copy())
     if kind is list:
         memo[id(value)] = copy = []
         copy.extend(_copy(item, memo) for item in value)
@@ -68,7 +71,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         memo[id(value)] = copy = {}
         copy.update((key, _copy(item, memo)) for key, item in value.items())
         return copy
-    if kind is set:
+    if kind is set:  # of tuples, say
         memo[id(value)] = copy = set(value)
         return copy
     copy = tuple(_copy(item, memo) for item in value)
@@ -92,6 +95,8 @@ def _same(original: Any, copy: Any, seen: set[tuple[int, int]]) -> bool:
             old_key is new_key and _same(old, new, seen)
             for (old_key, old), (new_key, new) in zip(original.items(), copy.items(), strict=True)
         )
+    if kind is not set and kind is not dict and all(map(is_, original, copy)):
+        return True
     if kind is set:
         return {id(item) for item in original} == {id(item) for item in copy}
     return all(_same(old, new, seen) for old, new in zip(original, copy, strict=True))

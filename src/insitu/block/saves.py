@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from .errors import ArgumentError, OutsideTraceError
 from .lost import Line, Lost, Unnamed, line_of
@@ -130,14 +130,14 @@ class _Objects:
     """Objects by identity, held weakly where that can be done, so that no id is taken for that of another."""
 
     def __init__(self) -> None:
-        self._weak: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._weak: dict[int, ref[Any]] = {}
         self._held: dict[int, Any] = {}
         self._held_for: dict[tuple[str, ...], int] = {}
 
     def add(self, value: object, names: tuple[str, ...]) -> None:
         """Add it; a list or the like takes the place of what was added under the same names before."""
         try:
-            self._weak[id(value)] = value
+            self._weak[id(value)] = ref(value)
         except TypeError:
             if names:
                 self._held.pop(self._held_for.get(names, -1), None)
@@ -145,7 +145,8 @@ class _Objects:
             self._held[id(value)] = value
 
     def __contains__(self, value: object) -> bool:
-        return self._held.get(id(value), self) is value or self._weak.get(id(value), self) is value
+        held = self._weak.get(id(value))
+        return held() is value if held is not None else self._held.get(id(value), self) is value
 
 
 def _has_own_save(value: object) -> bool:

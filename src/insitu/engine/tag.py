@@ -54,4 +54,4 @@ def is_whole(sampling_params: Any) -> bool:
 def _found(sampling_params: Any) -> Mapping[str, Any] | None:
     extra = getattr(sampling_params, "extra_args", None)
     found = extra.get(_KEY) if extra else None
-    return found if isinstance(found, Mapping) else None
+    return found if type(found) is dict or isinstance(found, Mapping) else None

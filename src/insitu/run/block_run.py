@@ -16,7 +16,7 @@ from insitu.run.cache import Cache
 from insitu.run.carriers import OVER, carrier
 from insitu.run.derived import Derived
 from insitu.run.heads import ATTN_PATTERN, KeyRecorder, Pattern, not_recorded, not_writable, reads_later_patterns
-from insitu.run.mentions import BEHIND_TORCH, UNASKED, code_of, mentions
+from insitu.run.mentions import BEHIND_TORCH, UNASKED, code_of, mentions, text_of
 from insitu.run.order import TAIL
 from insitu.run.promise import demand
 from insitu.run.promised import PromisedServed
@@ -82,8 +82,9 @@ class BlockRun:
         """The last step that the block may go on to without waiting for it."""
         self.wake: int = 0
         """If it waits for the beginning of a step, which one."""
-        self.code: object = code_of(program)
-        mentioned = mentions(program)
+        text = text_of(program)
+        self.code: object = code_of(program, text)
+        mentioned = mentions(text)
         self.names_source: bool = "source" in mentioned
         self.reads_unseen: bool = not UNASKED.isdisjoint(mentioned)
         self.reads_tokens: bool = "tokens" in mentioned

@@ -115,6 +115,10 @@ class Interleaver(Watching):
         self._vocabulary = tensor.shape[-1]
         return self._serve_if_awaited(LOGITS, tensor)
 
+    def is_over(self, runs: Iterable[BlockRun]) -> bool:
+        """Whether the rest of a step is no concern of anybody's, if these are all of its runs."""
+        return self.order.complete and not self._recorders and all(run.done for run in runs)
+
     def close(self) -> None:
         """Takes every watch off; whoever still waits for a module gets told."""
         if not self._open:
@@ -274,8 +278,11 @@ class Interleaver(Watching):
         if place.op:
             self.ops.passed(place)
         else:
-            self.order.arrive(place, self._active)
-            self._reached = max(self._reached, self.order.next_visit(place, self._reached))
+            if not self.order.complete:
+                self.order.arrive(place, self._active)
+            position = self.order.next_visit(place, self._reached)
+            if position > self._reached:
+                self._reached = position
         waiting = self._waiting.pop(place, None)
         if waiting is None:
             return []

@@ -24,12 +24,8 @@ Text = tuple[CodeType, Mapping[str, Any]] | Callable[..., Any]
 """Code and what the names in it mean, or a function."""
 
 
-def mentions(program: Callable[[], Any]) -> frozenset[str]:
-    """Every name and attribute in the text of a program, and in that of the user's functions that it calls.
-
-    A program that is an object says with ``text()`` what it runs.
-    """
-    text = _text_of(program)
+def mentions(text: Text) -> frozenset[str]:
+    """Every name and attribute in a text, and in that of the user's functions that it calls."""
     if isinstance(text, tuple):
         code, names = text
         return frozenset(_mentioned(code, names, _DEPTH))
@@ -39,15 +35,15 @@ def mentions(program: Callable[[], Any]) -> frozenset[str]:
     return frozenset(_mentioned(function.__code__, _names_of(function), _DEPTH))
 
 
-def code_of(program: Callable[[], Any]) -> object:
+def code_of(program: Callable[[], Any], text: Text) -> object:
     """Stands for a program's text, whatever values it runs with."""
-    text = _text_of(program)
     if isinstance(text, tuple):
         return text[0]
     return getattr(_function(text), "__code__", program)
 
 
-def _text_of(program: Callable[[], Any]) -> Text:
+def text_of(program: Callable[[], Any]) -> Text:
+    """What it runs, which a program that is an object says with ``text()``."""
     text: Any = getattr(program, "text", lambda: program)()
     return text.text() if hasattr(type(text), "guarded") else text
 
@@ -79,9 +75,10 @@ def _helpers(used: set[str], names: Mapping[str, Any]) -> Iterator[tuple[CodeTyp
     found += [vars(module).get(name) for module in modules for name in used]
     value: Any
     for value in found:
-        if isinstance(value, FunctionType) and value.__module__.split(".")[0] not in _LIBRARIES:
-            yield value.__code__, _names_of(value)
-        elif not isinstance(value, FunctionType) and hasattr(type(value), "guarded"):
+        if isinstance(value, FunctionType):
+            if value.__module__.split(".")[0] not in _LIBRARIES:
+                yield value.__code__, _names_of(value)
+        elif hasattr(type(value), "guarded"):
             yield value.text()
 
 

@@ -51,7 +51,9 @@ class VisitOrder:
     def next_visit(self, place: Place, after: int) -> int:
         """Where ``place`` comes the next time; a forward may call one module twice."""
         visits = self._visits.get(place, _NEVER)
-        return visits[0] if len(visits) == 1 else next((each for each in visits if each > after), visits[-1])
+        if visits[0] > after or len(visits) == 1:
+            return visits[0]
+        return next((each for each in visits if each > after), visits[-1])
 
     def __contains__(self, place: Place) -> bool:
         return place in self._visits

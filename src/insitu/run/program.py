@@ -56,7 +56,7 @@ class Home:
     def __init__(self, sender: Sender | None = None, keep: bool = False) -> None:
         self._keep = keep
         self._made: dict[int, tuple[Any, Any]] = {}
-        self._sender = sender or Sender()
+        self._sender = sender or _NOTHING_SENT
 
     def bring(self, value: Any, what: str) -> Any:
         """Raises ``ArgumentError``, which speaks of ``what``, for a value that can't be."""
@@ -119,6 +119,9 @@ class Home:
         if self._is_to_move(tensor):
             return tensor.cpu()
         return tensor.clone() if _owns_more(tensor) else tensor
+
+
+_NOTHING_SENT = Sender(lambda tensor: False)
 
 
 def _owns_more(tensor: torch.Tensor) -> bool:

@@ -35,6 +35,8 @@ class Watching(Alone):
         self._active: list[str] = []
         self._called: set[int] = set()
         self._watched: set[Place] = set()
+        self._surroundings: dict[Place, list[str]] = {}
+        self._ends: dict[tuple[str, str], tuple[Place, Place]] = {}
 
     @abstractmethod
     def _serve_if_awaited(self, place: Place, live: Any) -> Any:
@@ -71,7 +73,13 @@ class Watching(Alone):
 
     def _around(self, place: Place) -> list[str]:
         """Paths of the modules to watch for ``place``: its own, and those in whose calls it comes."""
-        return [*self.order.calls(place.module), *self.modules.owners(place.path), place.path]
+        known = self._surroundings.get(place)
+        if known is None:
+            paths = (*self.order.calls(place.module), *self.modules.owners(place.path), place.path)
+            known = list(dict.fromkeys(paths))
+            if self.order.complete:
+                self._surroundings[place] = known
+        return known
 
     def _watch_for(self, recorder: Recorder) -> None:
         for path in recorder.paths:
@@ -106,7 +114,10 @@ class Watching(Alone):
 
     def _pass(self, path: str, op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call in the forward, with what happens before and after it."""
-        entry, leave = Place(path, "input", op), Place(path, "output", op)
+        ends = self._ends.get((path, op))
+        if ends is None:
+            ends = self._ends[path, op] = Place(path, "input", op), Place(path, "output", op)
+        entry, leave = ends
         args, kwargs = self._serve_if_awaited(entry, (args, kwargs))
         kept = self._kept_for_skips(leave, (args, kwargs))
         try:

@@ -25,7 +25,7 @@ from insitu.engine.client.loop import EngineLoop, FailedStepError, Request
 from insitu.engine.client.progress import advancing
 from insitu.engine.client.prompts import as_prompt, checked, is_short_text, is_text, require_room, tokenise
 from insitu.engine.client.result import Prepared, Result
-from insitu.engine.client.sampling import certain_length, check_sampling, sampling_params
+from insitu.engine.client.sampling import Templates, certain_length, check_sampling
 from insitu.engine.job import Job
 from insitu.engine.lora import Fit, require_applied
 from insitu.engine.tag import Tag
@@ -60,6 +60,7 @@ class EngineClient:
         self._closed = False
         self._adapters: set[tuple[int, str]] = set()
         self._checked: tuple[Mapping[str, Any], SamplingParams] | None = None
+        self._templates = Templates()
 
     @property
     def tokenizer(self) -> Any:
@@ -92,7 +93,8 @@ class EngineClient:
         return self._channel.call("insitu_visits", list(places))
 
     def check(self, settings: Mapping[str, Any], tenant: str = "") -> None:
-        check_sampling(settings, self._limits.vocab_size)
+        if self._templates.of(settings) is None:
+            check_sampling(settings, self._limits.vocab_size)
         self.installed.chosen(settings.get("edits"), tenant)
 
     def prepare(self, prompt: Any, settings: Mapping[str, Any], tenant: str = "", later: bool = False) -> Prepared:
@@ -152,7 +154,7 @@ class EngineClient:
         known = self._checked
         if known is None or known[0] is not settings:
             self.check(settings, tenant)
-            known = self._checked = (settings, sampling_params(settings))
+            known = self._checked = (settings, self._templates.of(settings) or self._templates.made(settings))
         return copy(known[1])
 
     def prepare_edit(self, edit: Edit, job: Job) -> int:
@@ -169,6 +171,8 @@ class EngineClient:
 
     def bring_home(self, values: Mapping[str, Any], keep: bool = False) -> dict[str, Any]:
         """Values as they leave the engine: ordinary tensors on the CPU, or with ``keep`` on the device."""
+        if not values:
+            return {}
         home = Home(keep=keep)
         return {name: home.bring(value, f"`{name}`") for name, value in values.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import signal
 import sys
 import threading
@@ -29,6 +30,9 @@ class Request:
 
 _OF_TOKENS = {"prompt", "prompt_token_ids", "cache_salt"}
 _THRESHOLDS = (50_000, 20, 1000)
+_NOT_OURS = (signal.SIG_IGN, None)
+_signals: Any = importlib.import_module("_signal")
+"""``signal`` without its enumerations, in which it looks for each handler, to find by an exception that it is none."""
 
 
 class FailedStepError(Exception):
@@ -191,8 +195,7 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
     In a block's own code it is raised at once, so that a block that never ends can be stopped.
     """
-    ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
-    if ignored or threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != threading.main_thread().ident or _signals.getsignal(signal.SIGINT) in _NOT_OURS:
         yield lambda: None
         return
     pressed = False
@@ -207,9 +210,9 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
         if pressed:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, note)
+    before = _signals.signal(signal.SIGINT, note)
     try:
         yield check
         check()
     finally:
-        signal.signal(signal.SIGINT, before)
+        _signals.signal(signal.SIGINT, before)

@@ -75,6 +75,33 @@ def sampling_params(settings: Mapping[str, Any]) -> SamplingParams:
         raise error.with_traceback(None) from None
 
 
+class Templates:
+    """Parameters of settings that were checked before, where all of these are numbers and the like."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, SamplingParams] = {}
+
+    def of(self, settings: Mapping[str, Any]) -> SamplingParams | None:
+        return self._known.get(_sign(settings))
+
+    def made(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """``sampling_params(settings)``, which are checked."""
+        sign, made = _sign(settings), sampling_params(settings)
+        if sign is not None:
+            if len(self._known) >= 64:
+                self._known.clear()
+            self._known[sign] = made
+        return made
+
+
+def _sign(settings: Mapping[str, Any]) -> Any:
+    types = tuple(map(type, settings.values()))
+    return (tuple(settings.items()), types) if _SCALARS.issuperset(types) else None
+
+
+_SCALARS = frozenset((int, float, bool, str, type(None)))
+
+
 def certain_length(params: SamplingParams) -> int | None:
     """How many tokens a request will have, if nothing but ``max_tokens`` can end it."""
     if params.max_tokens is None or params.min_tokens == params.max_tokens:

@@ -64,6 +64,9 @@ class Adapter:
         self.waits_in_forward: bool = False
         self.tapped: bool = False
         self._expects_logits = False
+        self._for_many = False
+        self._ends_early = type(one) is Interleaver
+        """Whether a step is vLLM's alone from where the last of its blocks has ended."""
         self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Any, dict[Any, Rows]]] = {}
         self.scored: torch.Tensor | None = None
         """This step's logits as sampling gets them."""
@@ -102,7 +105,7 @@ class Adapter:
         self.runs = self.host.runs(scheduled.num_scheduled_tokens)
         leaders = self.host.company.leaders(scheduled.num_scheduled_tokens)
         self.waits_in_forward = False
-        self.traced = bool(self.runs or leaders)
+        self.traced, self._for_many = bool(self.runs or leaders), bool(leaders)
         if self.traced:
             self.host.tell_left()
             self.waits_in_forward = self.interleaver.begin(chain(chain.from_iterable(self.runs.values()), leaders))
@@ -167,12 +170,12 @@ class Adapter:
             if tag := tag_of(new.sampling_params):
                 tokens = scheduled.num_scheduled_tokens[new.req_id]
                 length, ids = _prompt_length(new), new.prompt_token_ids
-                about = New(new.req_id, tag, new.num_computed_tokens, tokens, length, ids, new.lora_request)
-                self.host.admit(about._replace(ends=self._most_steps(new)))
+                ends, done = self._most_steps(new, length), new.num_computed_tokens
+                self.host.admit(New(new.req_id, tag, done, tokens, length, ids, new.lora_request, ends))
 
-    def _most_steps(self, new: Any) -> int:
-        """A bound on the steps of a request whose prompt is computed whole."""
-        room = self.runner.model_config.max_model_len - _prompt_length(new)
+    def _most_steps(self, new: Any, length: int) -> int:
+        """A bound on the steps of a request whose prompt, of this length, is computed whole."""
+        room = self.runner.model_config.max_model_len - length
         return max(1, min(new.sampling_params.max_tokens or room, room))
 
     def token_rows(self, order: Sequence[str], counts: Mapping[str, int], total: int) -> dict[Any, Rows]:
@@ -212,14 +215,22 @@ class Adapter:
             # Prompt log-probabilities ask for logits too, after the step's own and of other rows.
             return original(hidden, *args, **kwargs)
         self._expects_logits = False
+        if self._is_over():
+            return original(hidden, *args, **kwargs)
         self.interleaver.rows = self.request_rows(self.order(), hidden.shape[0])
         logits = original(hidden, *args, **kwargs)
         self.scored = logits if logits is None else self.interleaver.logits(logits)
         return self.scored
 
+    def _is_over(self) -> bool:
+        if not self._ends_early or self._for_many:
+            return False
+        return self.interleaver.is_over(chain.from_iterable(self.runs.values()))
+
     def serve_samples(self, sampled: Any, logits: torch.Tensor | None) -> None:
         """Serves the ids of vLLM's ``SamplerOutput``, whose log-probabilities were made of ``logits``."""
-        self._serve_samples(sampled, logits)
+        if not self._is_over():
+            self._serve_samples(sampled, logits)
         self.interleaver.over()
 
     def _serve_samples(self, sampled: Any, logits: torch.Tensor | None) -> None:

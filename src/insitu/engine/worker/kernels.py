@@ -9,7 +9,7 @@ the CPU for rotary embeddings.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,9 +38,12 @@ class EagerKernels:
             elif current_platform.is_cuda() and _has_kernel(module):
                 self._others.append((module, module._forward_method, module.forward_cuda))
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> AbstractContextManager[None]:
         """Inside, the model's forward runs with them."""
+        return self._put() if self._norms or self._rotary else nullcontext()
+
+    @contextmanager
+    def _put(self) -> Iterator[None]:
         with ExitStack() as stack:
             for operation in self._norms:
                 stack.enter_context(operation.set_priority([_KERNELS, "native"]))

@@ -83,7 +83,8 @@ class TracedScheduler(Scheduler):
         Never 0 while nothing runs: a traced prompt larger than a whole step is split, and its block
         told. One that is resumed may be split, since its block sees no more of it.
         """
-        if next(self._waiting_in_order(), None) is None:
+        alone = not self.running and len(self.waiting) + len(self._looked_at_first()) < 2
+        if alone or next(self._waiting_in_order(), None) is None:
             return limit
         budget = self.max_num_scheduled_tokens - sum(map(_tokens_next, self.running))
         reserved, loras = sum(map(self._reserved.need, self.running)), set(map(_lora, self.running)) - {0}
@@ -104,10 +105,12 @@ class TracedScheduler(Scheduler):
         return limit
 
     def _waiting_in_order(self) -> Iterator[Request]:
-        """Waiting requests in the order in which vLLM looks at them; the first queue has another name since 0.31."""
-        names = ("skipped_waiting", "kv_holding_waiting")
-        first = next(getattr(self, name) for name in names if hasattr(self, name))
-        return chain(first, self.waiting)
+        """Waiting requests in the order in which vLLM looks at them."""
+        return chain(self._looked_at_first(), self.waiting)
+
+    def _looked_at_first(self) -> Any:
+        """The queue that comes before the other; it has another name since 0.31."""
+        return getattr(self, "skipped_waiting" if hasattr(self, "skipped_waiting") else "kv_holding_waiting")
 
     def _may_be_passed_over(self, request: Request, loras: set[int]) -> bool:
         """Whether vLLM may admit a later request in this one's stead; if not, notes its adapter in ``loras``."""
