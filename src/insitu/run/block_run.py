@@ -109,7 +109,7 @@ class BlockRun:
         self._greenlet = carrier()
         self._state.run(self._into, self._greenlet.switch, self._main)
 
-    def show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int] = frozenset()) -> Served:
+    def show(self, live: Any, rows: Rows, what: object, fixed: frozenset[int] = frozenset()) -> Served:
         """Lets the block go on with its rows of ``live``; returns what it then leaves behind."""
         return self._state.run(self._show, live, rows, what, fixed)
 
@@ -143,7 +143,7 @@ class BlockRun:
         """What the block left is taken; whoever still holds the run holds no values."""
         self._program, self.returned, self._served, self.spare = _nothing, None, None, {}
 
-    def _show(self, live: Any, rows: Rows, what: str, fixed: frozenset[int]) -> Served:
+    def _show(self, live: Any, rows: Rows, what: object, fixed: frozenset[int]) -> Served:
         assert self._greenlet is not None
         if self.many is not None:  # all of whose rows are not copied unless they have to be
             served: Served = SharedServed(Snapshot(live, [rows]), 0, what, fixed, self.withholds)

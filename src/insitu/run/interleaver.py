@@ -294,7 +294,7 @@ class Interleaver(Watching):
         return self.modules.vocabulary(place.path) or self._safe_ids
 
     def _show(self, run: BlockRun, place: Place, live: Any) -> Served:
-        return run.show(live, self._rows_of(run), str(place), self.modules.fixed)
+        return run.show(live, self._rows_of(run), place, self.modules.fixed)
 
     def _rows_of(self, run: BlockRun) -> Rows:
         rows = self.rows[run]

@@ -23,6 +23,7 @@ class ModuleTable:
         self.by_path: dict[str, torch.nn.Module] = dict(root.named_modules(remove_duplicate=False))
         self._beside = _beside_the_tree(root, self.by_path)
         self.by_path |= self._beside
+        self._vocabularies: dict[str, int | None] = {}
         self._paths: dict[int, list[str]] = {}
         for path, module in self.by_path.items():
             self._paths.setdefault(id(module), []).append(path)
@@ -45,9 +46,12 @@ class ModuleTable:
 
     def vocabulary(self, path: str) -> int | None:
         """How many ids the module there embeds, if it embeds any."""
-        module: Any = self.by_path.get(path)
-        module = getattr(module, "base_layer", module)  # with adapters
-        return getattr(module, "org_vocab_size", None) or getattr(module, "num_embeddings", None)
+        if path not in self._vocabularies:
+            module: Any = self.by_path.get(path)
+            module = getattr(module, "base_layer", module)  # with adapters
+            found = getattr(module, "org_vocab_size", None) or getattr(module, "num_embeddings", None)
+            self._vocabularies[path] = found
+        return self._vocabularies[path]
 
     def __getitem__(self, path: str) -> torch.nn.Module:
         return self.by_path[path]

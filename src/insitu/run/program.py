@@ -106,6 +106,8 @@ class Home:
         return made
 
     def _must_change(self, tensor: torch.Tensor) -> bool:
+        if _is_at_home(tensor):
+            return False
         require_memory(tensor, "a tensor to be brought home")
         return not tensor.is_meta and (tensor.is_inference() or self._is_to_move(tensor) or _owns_more(tensor))
 
@@ -122,6 +124,14 @@ class Home:
 
 
 _NOTHING_SENT = Sender(lambda tensor: False)
+
+
+def _is_at_home(tensor: torch.Tensor) -> bool:
+    """Whether it is sure, at little cost, that a tensor is as it is to leave the engine."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    whole = tensor.is_contiguous() and not tensor.storage_offset() and not tensor.is_inference()
+    return whole and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _owns_more(tensor: torch.Tensor) -> bool:

@@ -129,7 +129,7 @@ class Served:
     ``fixed``: memory that does not go by tokens whatever its shape, such as parameters and buffers.
     ``compare``: the block may change values behind torch's back (``.data``, ``.numpy()``), so that
     only a comparison shows it. ``withhold``: of tensors that do not go by tokens, which may hold what is other
-    requests', the block sees no more than the shape.
+    requests', the block sees no more than the shape. ``what``: the place, as errors name it.
     """
 
     __slots__ = ("_leaves", "_withheld", "edited", "live", "touched", "value", "what")
@@ -138,7 +138,7 @@ class Served:
         self,
         live: Any,
         rows: Rows,
-        what: str,
+        what: object,
         fixed: frozenset[int] = frozenset(),
         compare: bool = False,
         withhold: bool = False,

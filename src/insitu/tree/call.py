@@ -72,7 +72,7 @@ class Call:
         return Place(self._path, site, self._op)
 
     def _session(self, site: str) -> Session:
-        return session_for(f"`{self._place(site)}`", self._lister)
+        return session_for(self._place(site), self._lister)
 
 
 def first_argument(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

@@ -11,6 +11,7 @@ from insitu.tree.outline import Outline, join
 from insitu.tree.session import session_for
 from insitu.tree.source import Lister, Source
 
+_set = object.__setattr__  # past what a node says of assignments
 _ACCESSORS = ("output", "input", "inputs", "skip", "source", "next", "get")
 
 
@@ -28,9 +29,9 @@ class Node(Call):
     _op = ""
 
     def __init__(self, path: str, outline: Callable[[], Outline | None], lister: Lister | None = None) -> None:
-        self._path = path
-        self._outline = outline
-        self._lister = lister
+        _set(self, "_path", path)
+        _set(self, "_outline", outline)
+        _set(self, "_lister", lister)
 
     # -- the forward ----------------------------------------------------------------------
 

@@ -97,17 +97,24 @@ class Session(Protocol):
 current: ContextVar[Session | None] = ContextVar("insitu_session", default=None)
 
 
-def session_for(what: str, owner: object = None) -> Session:
-    """The session of the running block. ``OutsideTraceError`` if there is none, or if it is a block of
-    another model than the one that ``owner`` stands for."""
+def session_for(what: str | Place, owner: object = None) -> Session:
+    """The session of the running block, which asks for ``what``.
+
+    ``OutsideTraceError`` if there is none, or if it is a block of another model than the one that ``owner`` stands for.
+    """
     session = current.get()
     if session is None:
         raise OutsideTraceError(
-            f"{what} exists only while the model runs: read it inside `with model.trace(prompt):` "
+            f"{_named(what)} exists only while the model runs: read it inside `with model.trace(prompt):` "
             f"or `with tracer.invoke(prompt):` and keep it with `.save()`"
         )
     if owner is not None and session.owner is not None and session.owner != owner:
         raise OutsideTraceError(
-            f"{what} belongs to another model than the one that this block runs beside; trace that one by itself"
+            f"{_named(what)} belongs to another model than the one that this block runs beside; trace that one by "
+            f"itself"
         )
     return session
+
+
+def _named(what: str | Place) -> str:
+    return f"`{what}`" if isinstance(what, Place) else what

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from vllm.sampling_params import RequestOutputKind
@@ -182,11 +183,16 @@ def _refuse_in_block() -> None:
 def _young_garbage_only() -> Iterator[None]:
     """What blocks save piles up, and the collector would go through all of it again and again."""
     before = gc.get_threshold()
-    gc.set_threshold(*(own and max(own, least) for own, least in zip(before, _THRESHOLDS, strict=True)))
+    gc.set_threshold(*_raised(before))
     try:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@lru_cache(1)
+def _raised(thresholds: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(own and max(own, least) for own, least in zip(thresholds, _THRESHOLDS, strict=True))
 
 
 @contextmanager

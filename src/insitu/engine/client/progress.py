@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from tqdm.auto import tqdm
 
@@ -11,11 +11,15 @@ LEAST = 100
 """Fewer requests have no bar."""
 
 
-@contextmanager
-def advancing(total: int, shown: bool) -> Iterator[Callable[[int], object]]:
+def advancing(total: int, shown: bool) -> AbstractContextManager[Callable[[int], object]]:
     """Gives what is called with how many more have ended. Where there is a terminal or a notebook, a bar shows it."""
-    if not shown or total < LEAST:
-        yield lambda count: None
-        return
+    return _bar(total) if shown and total >= LEAST else nullcontext(_ignore)
+
+
+def _ignore(count: int) -> None: ...
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], object]]:
     with tqdm(total=total, unit="request", disable=None, dynamic_ncols=True) as bar:
         yield bar.update
