@@ -268,6 +268,19 @@ def test_settings_of_the_wrong_type(llama: Any, call: Any, settings: dict[str, A
     assert_refused(lambda model: call(model, settings), llama, insitu.ArgumentError, text)
 
 
+def test_settings_that_were_checked_before_are_no_others(llama: Any) -> None:
+    for _ in range(2):
+        with llama.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
+            steps = list(tracer.iter[:]).save()
+        assert steps == [0]
+        for wrong in (True, 1.5, "1"):  # the first is equal to what it was
+            with pytest.raises(TypeError, match="`max_tokens` takes an integer or None"):
+                llama.trace(PROMPT, temperature=0.0, max_tokens=wrong)
+        with llama.trace(PROMPT, temperature=0.0, max_tokens=2, ignore_eos=True) as tracer:
+            steps = list(tracer.iter[:]).save()
+        assert steps == [0, 1]
+
+
 def test_values_that_vllm_refuses_are_shown_at_the_users_line(llama: Any) -> None:
     with pytest.raises(Exception, match="max_tokens must be at least 1, got 0") as caught:
         llama.trace(PROMPT, max_tokens=0)  # here
