@@ -40,7 +40,7 @@ class EagerKernels:
 
     def used(self) -> AbstractContextManager[None]:
         """Inside, the model's forward runs with them."""
-        return self._put() if self._norms or self._rotary else nullcontext()
+        return self._put() if self._norms or self._others else nullcontext()
 
     @contextmanager
     def _put(self) -> Iterator[None]:
