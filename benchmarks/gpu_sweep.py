@@ -24,6 +24,7 @@ def sweep(argv: Sequence[str]) -> None:
     parser.add_argument("--model", default="", help="a folder (default: random weights of Llama-8B's shape)")
     parser.add_argument("--device", default="cuda", help="of transformers; the engines run where vLLM's build does")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--taps", nargs="*", default=[], help="places that insitu's compiled model serves itself")
     parser.add_argument("--max-model-len", type=int, default=ENGINE["max_model_len"])
     chosen = parser.parse_args(argv)
     folder = chosen.model or folder_of_shape()
@@ -31,7 +32,7 @@ def sweep(argv: Sequence[str]) -> None:
     engine |= {"dtype": chosen.dtype, "max_model_len": chosen.max_model_len}
     settings = {"engine": engine, "device": chosen.device, "dtype": chosen.dtype, "max_tokens": 1}
     plain = LLM(folder, **engine)
-    with insitu.VLLM(folder, dispatch=True, **engine) as model:
+    with insitu.VLLM(folder, taps=chosen.taps, dispatch=True, **engine) as model:
         others = started(peers_of(chosen), folder, settings)
         rows = compared(plain_of(plain), cases(model), vocabulary_of(model), others, chosen)
         print(f"{to_the_host(model, rows, chosen)}\n{one_alone(plain, model, chosen.tokens)}\n", flush=True)
