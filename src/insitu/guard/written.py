@@ -35,6 +35,7 @@ _TRACERS = ("insitu.engine.worker.writing.StepsAlone",)
 _BUILTINS = ("range", "len", "enumerate", "zip", "list", "tuple", "dict", "reversed", "int", "min", "max", "sum")
 _TAKE_ALL = (*_BUILTINS, "list", "tuple", "dict", "Tensor", "Tracer")
 """Functions, or the classes of methods, that names may be given to."""
+_COMPARE = ("index", "count", "remove")
 _TEXTS = (str, int, float, bool, type(None))
 
 
@@ -46,8 +47,8 @@ class Written(Runtime):
     def __init__(
         self, limits: GuardLimits, saves: Saves | None, show: Callable[[Any], Any], recording: Recording
     ) -> None:
-        seconds = float("inf") if recording.over else limits.seconds / _PART  # a part of what was read before is short
-        super().__init__(replace(limits, operations=max(limits.operations // _PART, 1), seconds=seconds), saves)
+        operations, seconds = max(limits.operations // _PART, 1), limits.seconds / _PART
+        super().__init__(replace(limits, operations=operations, seconds=seconds), saves)
         self.operators: Operators = _Operators(self.meter, self.iterable)
         self._show = show
         self._most = limits.operations
@@ -91,7 +92,8 @@ class Written(Runtime):
                 if of != "torch":
                     raise NotStraightError
                 return getattr(Torch(), name)(*args, **named)
-            if of == "insitu" or ((of or name) not in _TAKE_ALL and sees((args, named))):
+            takes_all = (of or name) in _TAKE_ALL and name not in _COMPARE
+            if of == "insitu" or (not takes_all and sees((args, named))):
                 raise NotStraightError
         elif is_of(function, ("insitu.guard.code.GuardedFunction",)):
             raise NotStraightError

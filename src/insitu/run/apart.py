@@ -38,6 +38,8 @@ def outcome_of_call(
     more. Axes are counted as a request sees them, whose first is that of its rows unless there is one ``each``."""
     order = METHODS[name]
     given = {**dict(zip(order, args, strict=False)), **kwargs}
+    if type(given.get("p")) is str:
+        return None  # "nuc" depends on how the memory lies
     if len(args) > len(order) or not given.keys() <= {*order, "dtype"} or not all(map(is_plain, given.values())):
         return None
     rows = not kind.each

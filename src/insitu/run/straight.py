@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Set
 from types import CodeType, FrameType
 from typing import Any
@@ -52,6 +53,8 @@ class Recording:
         self._place_of = place_of
         self._shortest = shortest
         self._at: Place | None = None
+        self.copied: Counter[int] = Counter()
+        """By number, how often `x[:]` was asked for."""
         self._count = 0
         self._closed = False
         self._kept: list[Sym] = []

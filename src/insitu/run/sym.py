@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Sym:
                 return None
             return recording.note("part", (self, key), part, self._place)
         if _is_all(key):
+            self._recording.copied[self._number] += 1
             return self
         if type(key) is tuple and (key == (Ellipsis, None) or (kind.dims == 1 and key == (slice(None), None))):
             return self.unsqueeze(-1)
@@ -86,6 +88,7 @@ class Sym:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is self and _is_all(key):
+            self._recording.copied[self._number] -= 1
             return  # the end of `x[:] += y`
         if isinstance(value, Sym) and value._base is self and type(value._key) is type(key) and value._key == key:
             return  # that of `x[-1] += y`
@@ -185,13 +188,21 @@ def captured(recording: Recording, value: torch.Tensor) -> Sym:
     return sym
 
 
+_LEFT = -(2**31)
+
+
 def _is_all(key: Any) -> bool:
     return key is Ellipsis or (isinstance(key, slice) and key == slice(None))
 
 
-def can_come_home(value: Any, seen: set[int]) -> bool:
-    """Whether what a block leaves is made of values by name, numbers, and lists and the like, each there once."""
+def can_come_home(value: Any, seen: set[int], copied: Counter[int]) -> bool:
+    """Whether what a block leaves is made of values by name, numbers, and lists and the like, each there once.
+    ``copied``: by number, how often a value may be a tensor of its own (`x[:]`), and not itself."""
     if isinstance(value, Sym):
+        if copied[value._number] > 0:
+            copied[value._number] = _LEFT
+        elif copied[value._number] == _LEFT:
+            return False
         return value._captured is False and None not in leaves(value._kind)
     if type(value) not in (list, tuple, dict):
         return is_plain(value)
@@ -200,4 +211,4 @@ def can_come_home(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     if type(value) is dict and not all(map(is_plain, value)):
         return False
-    return all(can_come_home(part, seen) for part in (value.values() if type(value) is dict else value))
+    return all(can_come_home(part, seen, copied) for part in (value.values() if type(value) is dict else value))

@@ -64,6 +64,7 @@ class Sender:
 
     def lend(self, buffers: Sequence[memoryview], receiver: str) -> Buffers:
         """``receiver`` is the ``machine()`` of the other side; one elsewhere gets everything in the message."""
+        buffers = [buffer.cast("B") for buffer in buffers]
         sizes = [buffer.nbytes for buffer in buffers]
         spans = list(_spans(sizes)) if receiver and receiver == machine() else []
         if not spans:

@@ -16,6 +16,7 @@ from insitu.engine.worker.writing import Writing
 from insitu.net.form_block import FormBlock
 from insitu.run import Interleaver
 from insitu.run.kinds import is_plain
+from insitu.run.noted import Program
 from insitu.run.shares import Shares
 from insitu.tree import Node, path_of
 
@@ -74,8 +75,7 @@ def _cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Cal
         return None  # a chunk of its prompt is a step, too
     if not (begins or (takes_steps and program.steps[0].what in _STEPS)):
         return None
-    lengths = {one.job.length for one in group}
-    if len(lengths) > 1 and not all(program.can_end_as(one.ends, writing.ended_after) for one in group):
+    if takes_steps and not _may_end_apart(group, program, writing):
         return None
     everybody = tuple(range(len(group)))
     stale = writing.stale if takes_steps else _never
@@ -86,6 +86,18 @@ def _cohort_of(group: Sequence[Candidate], interleaver: Interleaver, others: Cal
     return Cohort(together, interleaver, first.owner, program.lost)
 
 
+def _may_end_apart(group: Sequence[Candidate], program: Program, writing: Writing) -> bool:
+    """Whether each request may end when it does, as far as that has to be known before they begin."""
+    lengths, most = {one.job.length for one in group}, max(one.ends for one in group)
+    ends: Iterable[int] = {one.ends for one in group} if len(lengths) > 1 else ()
+    if None in lengths and writing.is_restricted:  # none is to fail where it does not alone
+        ends = range(1, most)
+        if most > _MOST_ENDS:
+            return False
+    return all(program.can_end_as(steps, writing.ended_after) for steps in ends)
+
+
+_MOST_ENDS = 32
 _STEPS = ("go_to", "move_on")
 
 
