@@ -13,6 +13,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
+    VLLM_CPU_INT4_W4A8="0",  # on CPUs with AMX vLLM rounds what 4-bit weights are multiplied with, too
     OMP_WAIT_POLICY="PASSIVE",  # spinning threads make everything several times slower on a busy machine
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of models this small more of them take time from each other

@@ -19,9 +19,11 @@ TOKENS = 8
 SCRIPT = """
 import json, sys
 import tests.conftest
+from insitu.engine.worker.cpu_experts import let_experts_be_float32
 from tests import models
 from vllm import LLM, SamplingParams
 
+let_experts_be_float32()
 prompts, tokens = json.loads(sys.argv[1])
 found = {}
 for name in sorted(models.NAMES, key=lambda name: name != "mixtral"):
