@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import openai
 import pytest
 
 import insitu
@@ -21,6 +22,7 @@ from benchmarks.load import settled
 from tests import models
 
 KEY = "a key for the tests"
+ANN, BEN = "the key of ann", "the key of ben"
 
 
 INSITU = (sys.executable, "-m", "insitu.cli", "serve")
@@ -87,6 +89,22 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def model(server: Server) -> Any:
     return insitu.connect(server.url, KEY)
+
+
+@pytest.fixture(scope="module")
+def ann(server: Server) -> Any:
+    """The model to a holder of a key of the server's file; as ``ben``, and ``client`` of vLLM's own routes."""
+    return insitu.connect(server.url, ANN)
+
+
+@pytest.fixture(scope="module")
+def ben(server: Server) -> Any:
+    return insitu.connect(server.url, BEN)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -26,18 +26,24 @@ def tokens(model: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in plain(model, PROMPTS, **SETTINGS)]
 
 
-@pytest.mark.parametrize("count", [1, 4], ids=["alone", "together"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-def test_later_requests_are_as_they_were(model: Any, count: int, value: float) -> None:
+def spoiling(model: Any, value: float) -> Callable[[Any], Any]:
+    """A block that leaves this in the KV cache, and returns what the logits come to."""
+
     def spoil(tracer: Any) -> Any:
         for _ in tracer.iter[:]:
             model.resid_post[1][:] = value
             logits = model.logits
         return logits
 
+    return spoil
+
+
+@pytest.mark.parametrize("count", [1, 4], ids=["alone", "together"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_later_requests_are_as_they_were(model: Any, count: int, value: float) -> None:
     before = tokens(model)
     for _ in range(3):
-        spoilt = model.run(spoil, PROMPTS[:count], **SETTINGS)
+        spoilt = model.run(spoiling(model, value), PROMPTS[:count], **SETTINGS)
         assert all(logits.isnan().all() for logits in spoilt)
         assert tokens(model) == before
 

@@ -19,13 +19,13 @@ import insitu
 from tests import models
 from tests.engine import served
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.served import KEY, Server, key_file
+from tests.engine.served import ANN, BEN, KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
-ANN, BEN, FORMS = "the key of ann", "the key of ben", "only forms for this"
+FORMS = "only forms for this"
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 VECTOR = torch.linspace(-30, 60, 128)
-operator = served.model
+operator, ann, ben, client = served.model, served.ann, served.ben, served.client
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server("--api-key", KEY, "--insitu-keys", file)
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def ann(server: Server) -> Any:
-    return insitu.connect(server.url, ANN)
-
-
-@pytest.fixture(scope="module")
-def ben(server: Server) -> Any:
-    return insitu.connect(server.url, BEN)
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture(scope="module")

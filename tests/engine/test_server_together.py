@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 import torch
 
-import insitu
 from insitu import LimitError
-from tests.engine.served import KEY, Server, key_file
+from tests.engine import served
+from tests.engine.served import ANN, BEN, KEY, Server, key_file
 from tests.engine.test_cohorts import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
-ANN, BEN = "the key of ann", "the key of ben"
 PROMPTS = [[5 + number % 7, *range(5, 8 + number % 5)] for number in range(48)]
+ann, ben, client = served.ann, served.ben, served.client
 VECTORS = torch.randn(len(PROMPTS), 128, generator=torch.Generator().manual_seed(0))
 _PLAIN: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True}
@@ -31,21 +30,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server("--api-key", KEY, "--insitu-keys", key_file(tmp_path_factory, *keys))
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def ann(server: Server) -> Any:
-    return insitu.connect(server.url, ANN)
-
-
-@pytest.fixture(scope="module")
-def ben(server: Server) -> Any:
-    return insitu.connect(server.url, BEN)
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 def steered(model: Any, prompts: list[list[int]], vectors: torch.Tensor) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import insitu
+from tests.engine.test_leftover import PROMPTS, spoiling
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = [[5, 90, 33, 400, 17], [31, 7, 7, 12, 9, 250, 8], [44], [6, 300, 21]]
 SETTINGS = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, "detokenize": False}
 
 
@@ -27,17 +27,11 @@ def model(request: pytest.FixtureRequest, folder: str) -> Iterator[Any]:
 @pytest.mark.parametrize("count", [1, 4], ids=["alone", "together"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_later_requests_are_as_they_were(model: Any, count: int, value: float) -> None:
-    def spoil(tracer: Any) -> Any:
-        for _ in tracer.iter[:]:
-            model.resid_post[1][:] = value
-            logits = model.logits
-        return logits
-
     def last(tracer: Any) -> Any:
         return model.resid_post[-1]
 
     before = [value.float() for value in model.run(last, PROMPTS, **SETTINGS)]
     for _ in range(3):
-        assert all(logits.isnan().all() for logits in model.run(spoil, PROMPTS[:count], **SETTINGS))
+        assert all(logits.isnan().all() for logits in model.run(spoiling(model, value), PROMPTS[:count], **SETTINGS))
         after = [value.float() for value in model.run(last, PROMPTS, **SETTINGS)]
         assert all((one - two).norm() < 0.02 * two.norm() for one, two in zip(after, before, strict=True))

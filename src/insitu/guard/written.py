@@ -33,7 +33,7 @@ _OPERATIONS = 32
 _STANDS_IN = (Sym, Held, Shown)
 _TRACERS = ("insitu.engine.worker.writing.StepsAlone",)
 _BUILTINS = ("range", "len", "enumerate", "zip", "list", "tuple", "dict", "reversed", "int", "min", "max", "sum")
-_TAKE_ALL = (*_BUILTINS, "list", "tuple", "dict", "Tensor", "Tracer")
+_TAKE_ALL = (*_BUILTINS, "Tensor", "Tracer")
 """Functions, or the classes of methods, that names may be given to."""
 _COMPARE = ("index", "count", "remove")
 _TEXTS = (str, int, float, bool, type(None))

@@ -149,11 +149,10 @@ class Sender:
                 parcel.take_apart()
 
     def _send_large(self, tensors: list[torch.Tensor]) -> None:
-        going = tensors if self._pinned.has_room([each.nbytes for each in tensors]) else []
-        if not going:
+        if not tensors or not self._pinned.has_room([each.nbytes for each in tensors]):
             return
-        hosts, arrived = self._copied(going)
-        for tensor, host in zip(going, hosts, strict=True):
+        hosts, arrived = self._copied(tensors)
+        for tensor, host in zip(tensors, hosts, strict=True):
             self._note(Sent([tensor], host, arrived))
 
     def _note(self, sent: Sent) -> Sent:

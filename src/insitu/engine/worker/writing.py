@@ -92,7 +92,7 @@ class Writing:
 
             self.makes = RestrictedTogether
             self.widths.update(form_rehearsed(block.fn, program, around, self.own))
-        elif hasattr(block, "rehearsed"):
+        elif self.is_restricted:
             self.makes = block.together
             self.widths.update(block.rehearsed(program, around, self.own))
 
