@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 
 from insitu import VLLM
+from insitu.run.sending import Sender
 from tests.engine.taps import assert_same
 from tests.engine.test_cohorts import PROMPTS, counted
 from tests.engine.test_cohorts_home import tensors_in
@@ -63,3 +65,34 @@ def test_each_request_gets_its_own(worker: VLLM, llama: VLLM, work: Any) -> None
     for each in tensors_in(found):
         assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
         each.zero_()
+
+
+def _as_from_a_gpu(worker: Any) -> None:
+    worker.insitu_host.interleaver.sender = Sender(is_far=lambda tensor: True)
+    worker.insitu_host.interleaver.sender.keeps_whole = True
+    gc.disable()
+
+
+def _held(worker: Any) -> int:
+    return worker.insitu_host.interleaver.sender._pinned.used
+
+
+def _as_before(worker: Any) -> None:
+    gc.enable()
+    worker.insitu_host.interleaver.sender = Sender()
+    worker.insitu_host.interleaver.sender.keeps_whole = True
+
+
+@pytest.mark.parametrize("work", [read, ends_at_different_steps])
+def test_what_has_gone_home_is_let_go_at_once(worker: VLLM, work: Any) -> None:
+    """The worker's page-locked memory is to be had for the next trace, not once its garbage is collected."""
+    work(worker)
+    worker.vllm_entrypoint.collective_rpc(_as_from_a_gpu)
+    try:
+        with counted(worker) as counts:
+            found = work(worker)
+        assert counts == [len(PROMPTS), 0]
+        assert worker.vllm_entrypoint.collective_rpc(_held) == [0]
+        assert all(each.isfinite().all() for each in tensors_in(found))
+    finally:
+        worker.vllm_entrypoint.collective_rpc(_as_before)

@@ -86,6 +86,11 @@ class Shares:
         other._new = list(self._new)
         return other
 
+    def let_go(self) -> None:
+        """What was left is taken, or nobody is going to ask for it."""
+        self.left = Left({}, None, ())
+        self._sent.clear()
+
     def note(self, number: int) -> None:
         """There is a value of this number."""
         self._new.append(number)

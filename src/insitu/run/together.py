@@ -80,6 +80,12 @@ class Together:
     def go_on_without(self, members: Members) -> None:
         self.members, self.counts = tuple(each for each in self.members if each not in members), ()
 
+    def let_go(self) -> None:
+        """Nobody asks for what it left any more: cohorts and their members hold each other, and would hold that."""
+        self.shares.let_go()
+        self._known.clear()
+        self._constants.clear()
+
     def __call__(self) -> None:
         program = self._program
         while self._number < len(program.steps):

@@ -59,6 +59,8 @@ class Cohort:
         self.members.pop(member.request, None)
         if not self.members:
             self.leader.kill()
+            self.leader.let_go()
+            self.together.let_go()
         elif not self.leader.done:
             self.together.go_on_without((member.number,))
 
@@ -156,7 +158,10 @@ class Member:
         self.let_go()
 
     def let_go(self) -> None:
+        """What it left is taken."""
         self._left.release(self.number)
+        if self.done:
+            self.cohort.leave(self)
 
     @property
     def _left(self) -> Left:
