@@ -101,6 +101,26 @@ def test_rows_of_many_are_taken_apart(width: int, counts: list[int] | None) -> N
     assert not one._parcels
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool, torch.int64])
+@pytest.mark.parametrize("counts", [None, [1] * 20, [7, 1, 10, 2], [20]])
+def test_large_rows_share_pieces_and_nothing_else(dtype: torch.dtype, counts: list[int] | None) -> None:
+    packed = (torch.arange(20 * 300_000).reshape(20, 300_000) % 251).to(dtype)
+    one = sender()
+    parcel = one.send_packed(packed, counts)
+    assert parcel is not None
+    found = parcel.take_apart()
+    wanted = packed.unbind() if counts is None else packed.split(counts)
+    assert all(torch.equal(a, b) and a.shape == b.shape for a, b in zip(found, wanted, strict=True))
+    assert all(each.untyped_storage().nbytes() == each.nbytes and not each.is_inference() for each in found)
+    found[0].zero_()
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], wanted[1:], strict=True))
+    rest = found[-1]
+    del parcel, found
+    assert one._pinned.used <= max(2**23, rest.nbytes)  # one piece is held by the last
+    del rest
+    assert one._pinned.used == 0
+
+
 def test_what_is_on_the_host_is_not_sent() -> None:
     one = Sender(is_far=lambda tensor: False)
     assert one.send_packed(torch.zeros(3, 2), None) is None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
+
+_PIECE = 2**23
+"""Bytes of what is copied at once and let go at once: what each costs is 40 us on an H200's host, whatever its size."""
 
 
 class Parcel:
@@ -59,6 +63,36 @@ class Parcel:
                 self._found = list(self._hosts) if self._is_apart else apart(self._hosts[0], self._counts)
             self._hosts = ()
         return self._found
+
+
+def pieces_of(
+    tensor: torch.Tensor, counts: Sequence[int] | None
+) -> Iterator[tuple[torch.Tensor, Sequence[int] | None]]:
+    """All rows in some pieces of about ``_PIECE`` bytes, and at least one request's, with how many rows each has."""
+    lengths = [1] * tensor.shape[0] if counts is None else counts
+    row = tensor[:1].nbytes
+    start = end = first = 0
+    for number, length in enumerate(lengths):
+        if end > start and (end + length - start) * row > _PIECE:
+            yield tensor[start:end], None if counts is None else lengths[first:number]
+            start, first = end, number
+        end += length
+    yield tensor[start:end], None if counts is None else lengths[first:]
+
+
+def carved(memory: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
+    """As ``apart``, without copies: storages of their own in the same memory, which stays as long as any does."""
+    raw = memory.reshape(-1).view(torch.uint8).numpy()
+    rest, size = memory.shape[1:], memory.element_size()
+    found: list[torch.Tensor] = []
+    at = 0
+    with torch.inference_mode(False):
+        for shape in [rest] * len(memory) if counts is None else [(count, *rest) for count in counts]:
+            count = prod(shape)
+            own = torch.frombuffer(raw, dtype=memory.dtype, count=count, offset=at) if count else memory.new_empty(0)
+            found.append(own.reshape(shape))
+            at += count * size
+    return found
 
 
 def apart(tensor: torch.Tensor, counts: Sequence[int] | None) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 
 from insitu.run.home import FEW, SMALL, tensors_within
 from insitu.run.memory import require_memory
-from insitu.run.parcels import Parcel, apart
+from insitu.run.parcels import Parcel, apart, carved, pieces_of
 from insitu.run.pinned import Pinned, lock_by_threads
 
 _MOST_HELD = 2**28
@@ -111,10 +111,12 @@ class Sender:
         is on the host, or has no room there in pinned memory."""
         if not self._is_far(tensor):
             return None
-        rows, is_apart = self._rows_of(tensor, counts)
-        if not self._pinned.has_room([row.nbytes for row in rows]):
+        pieces, is_apart = self._pieces(tensor, counts)
+        if not self._pinned.has_room([piece.nbytes for piece, _ in pieces]):
             return None
-        hosts, arrived = self._copied(rows)
+        hosts, arrived = self._copied([piece for piece, _ in pieces])
+        if is_apart:
+            hosts = [row for host, (_, own) in zip(hosts, pieces, strict=True) for row in carved(host, own)]
         parcel = Parcel(hosts, counts, is_apart, arrived)
         if not is_apart and not self.keeps_whole:
             self._parcels.append(weakref.ref(parcel))
@@ -122,19 +124,20 @@ class Sender:
 
     def brought(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> Parcel:
         """As ``send_packed``, of any tensor, which is nobody else's; waits for it."""
+        pieces, is_apart = self._pieces(tensor, counts)
+        if is_apart and (self.keeps_whole or tensor.device.type != "cpu"):
+            rows = [row for piece, own in pieces for row in carved(piece.cpu().contiguous(), own)]
+            return Parcel(rows, None, is_apart=True)
         host = tensor.cpu()
-        if not self.keeps_whole:
-            return Parcel(apart(host, counts), None, is_apart=True)
-        rows, is_apart = self._rows_of(host, counts)
-        return Parcel(rows, counts, is_apart)
+        return Parcel([host], counts, False) if self.keeps_whole else Parcel(apart(host, counts), None, is_apart=True)
 
-    def _rows_of(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> tuple[list[torch.Tensor], bool]:
-        """What is sent, and whether that is each request's rows by themselves."""
+    def _pieces(
+        self, tensor: torch.Tensor, counts: Sequence[int] | None
+    ) -> tuple[list[tuple[torch.Tensor, Sequence[int] | None]], bool]:
+        """What is sent, how many rows of each request it has, and whether these come home by themselves."""
         require_memory(tensor, _WHAT)
         is_apart = tensor.nbytes > SMALL * (tensor.shape[0] if counts is None else len(counts))
-        if not is_apart:
-            return [tensor], False
-        return list(tensor.unbind() if counts is None else tensor.split(list(counts))), True
+        return list(pieces_of(tensor, counts)) if is_apart else [(tensor, counts)], is_apart
 
     def work(self, is_time: Callable[[], bool]) -> None:
         """While ``is_time``: gives memory of its own to what has arrived."""
