@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
+
+from insitu.run.followed import News
 
 
 class Alone:
@@ -19,7 +21,7 @@ class Alone:
     windowed: frozenset[str] = frozenset({"insitu_collect"})
     leaves_ended_out = True
     left: Sequence[str] = ()
-    together: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    together: News = MappingProxyType({})
 
     def window(self) -> AbstractContextManager[Any]:
         """To be open while blocks run otherwise than in a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from insitu.run.anatomy import Anatomy
@@ -37,9 +38,10 @@ class Model(Protocol):
 
 
 class Many(Protocol):
-    """Requests that one run stands for: ``members``, in the order of their rows."""
+    """Requests that one run stands for: ``members``, in the order of their rows, and how many each has."""
 
     members: Members
+    counts: Sequence[int]
 
     def foresee(self, known: Known) -> Foreseen | None:
         """What tables are to do of the step that has begun; None if they can't."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Set
 from typing import Any
 
+import torch
+
 from insitu.run.served import Rows
+from insitu.run.spread import rows_of_all
+
+News = Mapping[str, Mapping[str, int]]
+"""For which requests runs stand, by the run's name; each with its number there."""
 
 
 class Followed:
@@ -15,20 +21,20 @@ class Followed:
         self.shadows: dict[str, Any] = {}
         """By the name of the run."""
         self._make = shadow
-        self._requests: dict[str, set[str]] = {}
+        self._requests: dict[str, dict[str, int]] = {}
         self._names: dict[str, str] = {}
         self._changes = 0
 
     def __contains__(self, request: str) -> bool:
         return request in self._names
 
-    def tell(self, news: Mapping[str, tuple[str, ...]]) -> None:
+    def tell(self, news: News) -> None:
         """These runs stand for these requests from now on."""
         self.leave([request for name in news for request in self._requests.get(name, ())])
         for name, requests in news.items():
             self.leave(requests)
             self.shadows[name] = self._make(name)
-            self._requests[name] = set(requests)
+            self._requests[name] = dict(requests)
             self._names.update(dict.fromkeys(requests, name))
 
     def leave(self, requests: Iterable[str]) -> None:
@@ -38,7 +44,7 @@ class Followed:
             name = self._names.pop(request, None)
             if name is not None:
                 mine = self._requests[name]
-                mine.discard(request)
+                del mine[request]
                 if not mine:
                     del self._requests[name], self.shadows[name]
 
@@ -49,9 +55,26 @@ class Followed:
 
     def settle(self, rows: dict[Any, Rows], spans: Mapping[str, Any], total: int) -> int:
         """As a company does; which rows they are is of no concern here."""
-        here: Set[str] = spans.keys()
-        rows.update((self.shadows[name], Rows(0, 0, total)) for name, mine in self._requests.items() if mine <= here)
+        rows.update((self.shadows[name], Rows(0, total, total)) for name in self._here(spans.keys()))
         return self._changes
+
+    def _here(self, requests: Set[str]) -> list[str]:
+        """The runs all of whose requests are among these."""
+        return [name for name, mine in self._requests.items() if mine.keys() <= requests]
 
     def is_as(self, settled: int) -> bool:
         return settled == self._changes
+
+
+class FollowedRows(Followed):
+    """Knows the rows of each run, too, as they lie on a ``device`` of its own."""
+
+    def __init__(self, shadow: Callable[[str], Any], device: torch.device) -> None:
+        super().__init__(shadow)
+        self._device = device
+
+    def settle(self, rows: dict[Any, Rows], spans: Mapping[str, Any], total: int) -> int:
+        for name in self._here(spans.keys()):
+            mine = [(spans[request], number) for request, number in self._requests[name].items()]
+            rows[self.shadows[name]] = rows_of_all(mine, total, self._device)
+        return self._changes

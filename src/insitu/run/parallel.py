@@ -8,7 +8,7 @@ error in it is met by no collective that somebody else still waits in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from insitu.block import LocationError, RequestError
 from insitu.run.block_run import BlockRun
+from insitu.run.followed import News
 from insitu.run.interleaver import Interleaver, RowsOf
 from insitu.run.layouts import Gathered, Layouts, Parallel
 from insitu.run.parked import Parked, Telling, Told
@@ -38,8 +39,8 @@ class Done:
     replaced: list[int] = field(default_factory=list)
     left: Sequence[str] = ()
     """Requests whose blocks have all ended: later steps are no concern of theirs."""
-    together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Runs that each stand for many, and for which requests, if that has changed."""
+    together: News = field(default_factory=dict)
+    """Runs that each stand for many, if that has changed."""
     at_taps: Any = None
     """What else there is to know where places have taps."""
 

@@ -24,9 +24,9 @@ Index = slice | torch.Tensor | tuple[int | slice, ...]
 class Rows(NamedTuple):
     """The rows ``start:stop`` of one request in a batch of ``total`` rows.
 
-    ``scattered``, and on the host ``numbers``: those of several requests, where others lie between them. ``batched``:
-    a tensor may have a batch axis of one before its rows, and heads between the two. A block sees it without the batch
-    axis.
+    ``members`` and ``counts``: of several requests, who they are by number, in order, and how many rows each has;
+    ``scattered``, and on the host ``numbers``, are their rows where others lie between them. ``batched``: a tensor
+    may have a batch axis of one before its rows, and heads between the two. A block sees it without the batch axis.
     """
 
     start: int
@@ -35,6 +35,8 @@ class Rows(NamedTuple):
     batched: bool = False
     scattered: torch.Tensor | None = None
     numbers: Sequence[int] = ()
+    members: tuple[int, ...] = ()
+    counts: Sequence[int] = ()
 
     def of(self, tensor: torch.Tensor) -> Index | None:
         """The index of the request's rows in a tensor; None if it does not go by rows.

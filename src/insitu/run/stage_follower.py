@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from insitu.block import EngineError, LocationError
+from insitu.run.followed import FollowedRows
 from insitu.run.interleaver import RowsOf
 from insitu.run.parallel import Shadow
 from insitu.run.parked import Told
-from insitu.run.served import map_tensors, rebuilt, shares_elements, storage_of, tensors_of
+from insitu.run.served import Rows, map_tensors, rebuilt, shares_elements, storage_of, tensors_of
 from insitu.run.spanning import Spanning
+from insitu.run.spread import Brought
 from insitu.run.stages import (
     Answer,
     Arrived,
@@ -30,8 +32,6 @@ from insitu.run.stages import (
     Stages,
 )
 from insitu.tree import SAMPLES, Place, current
-
-Span = tuple[int, int]
 
 
 class StageShadow(Shadow):
@@ -55,6 +55,7 @@ class StageFollower(Spanning, Told):
     def __init__(self, root: torch.nn.Module, unembed: Callable[..., Any], safe_ids: int, link: Link) -> None:
         super().__init__(root, unembed, safe_ids, link)
         self._device = next(root.parameters()).device
+        self.company = FollowedRows(self.shadow, self._device)
         self._shadows: dict[str, Any] = {}
         self._recorded: Recorded = {}
         self._recorded_places: frozenset[Place] = frozenset()
@@ -82,6 +83,9 @@ class StageFollower(Spanning, Told):
         assert isinstance(handover, Handover)
         self._served, self.ended, self.left = handover.served, handover.over, handover.left
         self.order.complete = not handover.learning
+        if handover.together:
+            self.company.tell(handover.together)
+            self._shadows.update(self.company.shadows)
         self._take(handover)
         waits = bool(self._recorded) or any(place.in_forward for place in self._waiting)
         return handover.eager or handover.learning or waits
@@ -96,7 +100,8 @@ class StageFollower(Spanning, Told):
             return
         self._served = False
         refused = {name: each.refused for name, each in self._shadows.items() if each.refused}
-        self._link.send(0, Over(self._seen(), self._drawn, self._spans(self.rows), refused))
+        drawn = {run.request: each.start for run, each in self.rows.items() if not each.members}
+        self._link.send(0, Over(self._seen(), self._drawn, drawn, refused))
         self._drawn = None
         released = self.follow()
         assert isinstance(released, Released)
@@ -158,32 +163,28 @@ class StageFollower(Spanning, Told):
         waiting = [run.request for run in self._arrived(place)]
         self._visits.clear()  # the first stage notes this one itself
         waiting += [name for name, (places, _) in self._recorded.items() if place in places]
-        spans = self._spans({self._shadows[name]: self.rows.get(self._shadows[name]) for name in waiting})
-        if not spans:
-            return live
-        return self._shown(place, live, spans, seen)
+        rows = self._rows_of_all(waiting)
+        return self._shown(place, live, Brought(rows), seen) if rows else live
 
-    def _shown(self, place: Place, live: Any, spans: dict[str, Span], seen: Seen) -> Any:
-        parts = sorted(set(spans.values()))
+    def _shown(self, place: Place, live: Any, brought: Brought, seen: Seen) -> Any:
         tensors = list({id(each): each for each in tensors_of(live)}.values())
         rows = next(iter(self.rows.values()))
         fixed = self.modules.fixed
         apart = frozenset(n for n, each in enumerate(tensors) if storage_of(each) in fixed or rows.of(each) is None)
-        value = {id(each): each if n in apart else _picked(each, parts) for n, each in enumerate(tensors)}
+        value = {id(each): each if n in apart else brought.of(each) for n, each in enumerate(tensors)}
         sent = map_tensors(_plain(live), lambda tensor: value[id(tensor)])
-        shifted, total = _shifted(spans, parts)
-        self._link.send(0, Arrived(place, tuple(self._active), sent, shifted, total, apart, seen))
+        self._link.send(0, Arrived(place, tuple(self._active), sent, brought.rows, apart, seen))
         done = self.follow()
         self._take(done)
-        return self._taken_over(live, tensors, parts, done)
+        return self._taken_over(live, tensors, brought, done)
 
-    def _taken_over(self, live: Any, tensors: list[torch.Tensor], parts: list[Span], done: Done) -> Any:
+    def _taken_over(self, live: Any, tensors: list[torch.Tensor], brought: Brought, done: Done) -> Any:
         replaced: dict[int, torch.Tensor] = {}
         for number, new in (*done.edited.items(), *done.replaced.items()):
             mine = tensors[number]
             if number in done.replaced or shares_elements(mine):
                 mine = replaced.setdefault(id(mine), mine.clone())
-            _put(mine, parts, new)
+            brought.put(mine, new)
         return map_tensors(live, lambda tensor: replaced.get(id(tensor), tensor)) if replaced else live
 
     def samples(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -192,16 +193,19 @@ class StageFollower(Spanning, Told):
         flat = tensor[:, 0] if tensor.dim() == 2 else tensor
         seen, waiting = self._seen(), self._arrived(SAMPLES)
         if waiting:
-            spans = self._spans({run: self.rows[run] for run in waiting})
-            self._link.send(0, Arrived(SAMPLES, (), (flat, self._vocabulary), spans, len(flat), frozenset(), seen))
+            brought = Brought(self._rows_of_all(run.request for run in waiting))
+            sent = brought.of(flat), self._vocabulary
+            self._link.send(0, Arrived(SAMPLES, (), sent, brought.rows, frozenset(), seen))
             done = self.follow()
             self._take(done)
-            flat.copy_(done.edited[0])
+            brought.put(flat, done.edited[0])
         self._drawn = flat
         return tensor
 
-    def _spans(self, rows: Any) -> dict[str, Span]:
-        return {run.request: (each.start, each.stop) for run, each in rows.items() if each is not None}
+    def _rows_of_all(self, names: Iterable[str]) -> dict[str, Rows]:
+        """Those of these runs that have any."""
+        found = ((name, self.rows.get(self._shadows[name])) for name in names)
+        return {name: rows for name, rows in found if rows is not None}
 
     # -- what goes by ---------------------------------------------------------------------
 
@@ -233,26 +237,6 @@ class StageFollower(Spanning, Told):
             del self._waiting[place]
         self._link.send(0, Refused(errors, self._seen()))
         self._take(self.follow())
-
-
-def _picked(tensor: torch.Tensor, parts: list[Span]) -> torch.Tensor:
-    return torch.cat([tensor[start:stop] for start, stop in parts]) if len(parts) > 1 else tensor[slice(*parts[0])]
-
-
-def _put(tensor: torch.Tensor, parts: list[Span], new: torch.Tensor) -> None:
-    new, at = new.to(tensor.device), 0
-    for start, stop in parts:
-        tensor[start:stop].copy_(new[at : at + stop - start])
-        at += stop - start
-
-
-def _shifted(spans: dict[str, Span], parts: list[Span]) -> tuple[dict[str, Span], int]:
-    """The spans where only ``parts`` are left, and how many rows these have."""
-    starts, total = {}, 0
-    for start, stop in parts:
-        starts[start, stop] = (total, total + stop - start)
-        total += stop - start
-    return {name: starts[span] for name, span in spans.items()}, total
 
 
 def _plain(value: Any) -> Any:

@@ -138,6 +138,7 @@ class StageLeader(Spanning, Telling):
             for run in waiting if stage in self.stages.having(place) else ():
                 note_parked(parked, place, run)
         message = Handover(parked, recorded=self._recorded_now(), over=over, left=tuple(self.left))
+        message.together = dict(self.together)
         message.served, message.learning, message.eager = self._serves, self._learns, self._eager
         self._link.send(stage, message)
 
@@ -176,7 +177,7 @@ class StageLeader(Spanning, Telling):
         live = self._brought(message)
         tensors = list({id(each): each for each in tensors_of(live)}.values())
         self._table.apart = frozenset(storage_of(tensors[number]) for number in message.apart)
-        self.rows = self._rows_in(message.rows, message.total)
+        self.rows = self._rows_in(message)
         self._active[:] = message.calls
         if message.place == LOGITS:
             self._vocabulary = tensors[0].shape[-1]
@@ -187,15 +188,15 @@ class StageLeader(Spanning, Telling):
 
     def _serve_drawn(self, message: Arrived) -> None:
         ids, self._vocabulary = self._brought(message)
-        self.rows = self._rows_in(message.rows, message.total)
+        self.rows = self._rows_in(message)
         self._serve_samples(ids)
         self._news.edited = {0: ids}
 
     def _end_stage(self, message: Over) -> None:
         if message.drawn is not None:
             drawn = message.drawn
-            for name, (start, _) in message.rows.items():
-                self._runs[name].drawn.append((drawn, start))
+            for name, row in message.rows.items():
+                self._runs[name].drawn.append((drawn, row))
         for name, error in message.refused.items():
             self._runs[name].refuse(error)
 
@@ -210,8 +211,12 @@ class StageLeader(Spanning, Telling):
         with torch.inference_mode():
             return map_tensors(message.value, lambda tensor: tensor.to(self._device, copy=True))
 
-    def _rows_in(self, rows: dict[str, tuple[int, int]], total: int) -> dict[BlockRun, Rows]:
-        return {self._runs[name]: Rows(start, stop, total) for name, (start, stop) in rows.items()}
+    def _rows_in(self, message: Arrived) -> dict[BlockRun, Rows]:
+        rows = {self._runs[name]: each for name, each in message.rows.items()}
+        for run, each in rows.items():
+            if run.many is not None:  # whose order is that of the stage
+                run.many.members, run.many.counts = each.members, each.counts
+        return rows
 
     def _note(self, seen: Seen) -> None:
         for place, calls in seen.visits:

@@ -16,8 +16,10 @@ import torch
 
 from insitu.block import LocationError
 from insitu.run.anatomy import Anatomy
+from insitu.run.followed import News
 from insitu.run.modules import ModuleTable
 from insitu.run.parked import Parked
+from insitu.run.served import Rows
 from insitu.run.stream import Stream
 from insitu.tree import LOGITS, SAMPLES, Module, Outline, Place
 
@@ -68,13 +70,14 @@ class Handover(Done):
     """From the first stage: the forward of a later one may begin. ``served``: whether messages of its are waited for
     in this step; if not, ``over`` says the rest. ``learning``: the order of places is to be told. ``eager``: the
     stage before ran so, and its rows are not padded as graphs want them. ``left``: the requests whose blocks have all
-    ended."""
+    ended. ``together``: the runs that each stand for many requests, if that has changed."""
 
     served: bool = False
     learning: bool = False
     eager: bool = False
     over: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
     left: tuple[str, ...] = ()
+    together: News = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,13 @@ class Seen:
 @dataclass(frozen=True)
 class Arrived:
     """From a later stage: the forward is at a place where blocks wait, or where values are recorded. ``value`` has only
-    the rows of those; ``rows`` says whose they are, among ``total``. ``apart``: the tensors, by number, that do not
-    go by rows."""
+    the rows of those; ``rows`` says which are whose, by run. ``apart``: the tensors, by number, that do not go by
+    rows."""
 
     place: Place
     calls: tuple[str, ...]
     value: Any
-    rows: dict[str, tuple[int, int]]
-    total: int
+    rows: dict[str, Rows]
     apart: frozenset[int]
     seen: Seen
 
@@ -140,12 +142,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class Over:
-    """From a later stage: its part of the step is over. ``drawn``: the ids that were sampled, with the runs' rows, by
-    the last one. ``refused``: runs whose edits can't be taken."""
+    """From a later stage: its part of the step is over. ``drawn``: the ids that were sampled, and which
+    is each run's that is one request's, by the last one. ``refused``: runs whose edits can't be taken."""
 
     seen: Seen
     drawn: torch.Tensor | None = None
-    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
     refused: dict[str, Exception] = field(default_factory=dict)
 
 

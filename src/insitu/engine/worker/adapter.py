@@ -110,6 +110,7 @@ class Adapter:
             self.host.tell_left()
             self.waits_in_forward = self.interleaver.begin(chain(chain.from_iterable(self.runs.values()), leaders))
             self.host.leave_out()
+            self.runs = self.host.apart(self.runs)
         else:
             self.interleaver.idle()
         self._expects_logits = self.traced
@@ -134,7 +135,7 @@ class Adapter:
 
     def end_forward(self) -> None:
         """This rank's forward is over; of the first of several stages, those of the others begin."""
-        if not isinstance(leader := self.interleaver, StageLeader) or not self.runs:
+        if not isinstance(leader := self.interleaver, StageLeader) or not self.traced:
             return
         watched = leader.hand_over(lambda: self.host.after_step(self.runs))
         if watched and not self.waits_in_forward:
@@ -142,12 +143,12 @@ class Adapter:
             self.host.plain_steps -= 1
 
     def fail_forward(self, error: BaseException) -> None:
-        if isinstance(leader := self.interleaver, StageLeader) and self.runs:
+        if isinstance(leader := self.interleaver, StageLeader) and self.traced:
             leader.fail(error)
 
     def begin_sampling(self) -> None:
         """The first of several stages serves the others, the last of which samples."""
-        if isinstance(leader := self.interleaver, StageLeader) and self.runs:
+        if isinstance(leader := self.interleaver, StageLeader) and self.traced:
             leader.serve(lambda: self.host.after_step(self.runs))
 
     @property

@@ -33,13 +33,14 @@ class Company:
         self._in_step = [cohort for cohort in self.all if not cohort.absent(scheduled.keys())]
         return [cohort.leader for cohort in self._in_step]
 
-    def news(self) -> dict[str, tuple[str, ...]]:
-        """For which requests the leaders in this step stand, by name, of those that it was not told of."""
-        found: dict[str, tuple[str, ...]] = {}
+    def news(self) -> dict[str, dict[str, int]]:
+        """For which requests the leaders in this step stand, of those that it was not told of."""
+        found: dict[str, dict[str, int]] = {}
         for cohort in self._in_step:
             requests = tuple(cohort.members)
             if requests != cohort.told:
-                cohort.told = found[cohort.leader.request] = requests
+                cohort.told = requests
+                found[cohort.leader.request] = {name: each.number for name, each in cohort.members.items()}
         return found
 
     def settle(self, rows: dict[Any, Rows], spans: Mapping[str, tuple[int, int]], total: int) -> Settled:

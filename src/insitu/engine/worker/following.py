@@ -77,6 +77,9 @@ class FollowingHost:
         if self.interleaver.left:
             self.company.leave(self.interleaver.left)
 
+    def apart(self, runs: dict[str, list[Shadow]]) -> dict[str, list[Shadow]]:
+        return {request: each for request, each in runs.items() if request not in self.company}
+
     def after_step(self, runs: Mapping[str, list[Shadow]]) -> tuple[frozenset[str], frozenset[str]]:
         return self.interleaver.ended
 

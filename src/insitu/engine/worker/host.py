@@ -17,6 +17,7 @@ from insitu.engine.worker.members import Cohort, Member
 from insitu.run import BlockRun, Home, Interleaver, Outcome, outcome_of
 from insitu.run.parallel import Leader
 from insitu.run.posting import Post
+from insitu.run.stage_leader import StageLeader
 from insitu.run.tapped import TappedInterleaver
 from insitu.run.tapped_ranks import TappedLeader
 from insitu.tree import RESULT
@@ -322,6 +323,10 @@ class Host:
         for request in self.interleaver.left:
             self._going.pop(request, None)
 
+    def apart(self, runs: dict[str, list[BlockRun]]) -> dict[str, list[BlockRun]]:
+        """Those of these that no run stands for, as all ranks know by now."""
+        return runs
+
     def after_step(self, runs: Mapping[str, list[BlockRun]]) -> tuple[frozenset[str], frozenset[str]]:
         """Of these requests, those that end here, since a block of theirs failed or called ``tracer.stop()``, and
         those that may be preempted from now on. What blocks that have ended saved is sent to the host."""
@@ -369,7 +374,7 @@ def _bears_preemption(live: _Live) -> bool:
     return not live.whole or (not run.edited and not run.recorders and (run.done or run.waiting == RESULT))
 
 
-_KNOWN = (Interleaver, TappedInterleaver, Leader, TappedLeader)
+_KNOWN = (Interleaver, TappedInterleaver, Leader, TappedLeader, StageLeader)
 """What serves blocks where one run may stand for many."""
 _RESUMED = 64
 """Further steps in which a request that may be preempted computes its tokens again."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 from insitu.block import Lost
 from insitu.run import BlockRun, Interleaver, Outcome, Rows
-from insitu.run.indices import index_on
 from insitu.run.packed import OtherKindError
 from insitu.run.posting import Post
 from insitu.run.shares import Left
+from insitu.run.spread import rows_of_all
 from insitu.run.together import Together
 
 
@@ -76,18 +76,11 @@ class Cohort:
         found = [(spans[request], member.number) for request, member in self.members.items() if request in spans]
         if not found or len(found) != len(self.members):
             return None
-        found.sort()
-        members = tuple(number for _, number in found)
-        if members != self.together.members:
-            self.together.members = members
-        self.together.counts = [stop - start for (start, stop), _ in found]
-        mine = [span for span, _ in found]
-        whole = Rows(mine[0][0], mine[-1][1], total)
-        if all(one[1] == other[0] for one, other in pairwise(mine)):
-            return whole
-        numbers = [row for span in mine for row in range(*span)]
-        device = next(self._interleaver.modules.root.parameters()).device
-        return whole._replace(scattered=index_on(numbers, device), numbers=numbers)
+        rows = rows_of_all(found, total, next(self._interleaver.modules.root.parameters()).device)
+        if rows.members != self.together.members:
+            self.together.members = rows.members
+        self.together.counts = rows.counts
+        return rows
 
     def error(self, number: int) -> BaseException | None:
         error = self.leader.error
