@@ -1,8 +1,8 @@
 """What blocks beside many requests cost each of two ranks: insitu's own calls, messages between ranks, CPU time.
 
-`python -m benchmarks.ranks [requests]`: tensor parallel on two cores of a CPU. Calls and messages are counts, and the
-same on a busy machine; CPU time is that of each rank's thread, in which it also waits for the other: the median of
-several runs.
+`python -m benchmarks.ranks [requests] [stages]`: tensor parallel on two cores of a CPU, or two stages of a pipeline.
+Calls and messages are counts, and the same on a busy machine; CPU time is that of each rank's thread, in which it also
+waits for the other: the median of several runs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from benchmarks.calls import GREEDY, PROMPT, STEPS, room_of
 
 RUNS = 9
 _MESSAGES = {"send", "receive", "gather", "broadcast"}
+_LINKS = ("/worker/ranks.py", "/worker/stages.py")
 
 
 def cases(model: Any, count: int) -> dict[str, Callable[[], object]]:
@@ -47,12 +48,16 @@ def cases(model: Any, count: int) -> dict[str, Callable[[], object]]:
     def each_step(tracer: Any) -> Any:
         return [model.resid_post[1][-1] for _ in tracer.iter[:]]
 
+    def last_layer_each_step(tracer: Any) -> Any:
+        return [model.resid_post[layers[-1]][-1] for _ in tracer.iter[:]]
+
     return {
         "plain vLLM": plain(GREEDY),
         "one place saved": lambda: model.run(one, prompts, **GREEDY),
         "last token of every layer": lambda: model.run(every_layer, prompts, **GREEDY),
         "plain vLLM, 16 steps": plain(STEPS),
         "one place at each of 16 steps": lambda: model.run(each_step, prompts, **STEPS),
+        "one of the last layer at each": lambda: model.run(last_layer_each_step, prompts, **STEPS),
     }
 
 
@@ -63,7 +68,7 @@ def start_counting(worker: Any) -> None:
         if event not in ("call", "c_call") or not (room := room_of(frame.f_code.co_filename)):
             return
         counted["calls"] += 1
-        if event == "call" and frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.endswith("/ranks.py"):
+        if event == "call" and frame.f_code.co_name in _MESSAGES and frame.f_code.co_filename.endswith(_LINKS):
             counted["messages"] += 1
 
     worker.counted = counted
@@ -96,13 +101,13 @@ def seconds(model: Any, run: Callable[[], object]) -> list[float]:
     return [*(after - each for after, each in zip(ask(thread_time), before, strict=True)), mine]
 
 
-def main(count: int) -> None:
+def main(count: int, lies: str) -> None:
     from tests import models
     from tests.engine.test_cohorts import run_together
 
     table = Table("work", "insitu's own calls a request, by rank", "messages", "CPU time of ranks and client, ms")
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 256}
-    with insitu.VLLM(models.tiny("llama"), tensor_parallel_size=2, dispatch=True, **settings) as model:
+    with insitu.VLLM(models.tiny("llama"), **{lies: 2}, dispatch=True, **settings) as model:
         for name, run in cases(model, count).items():
             ways = (False, True) if "plain" not in name else (False,)
             counted, spent = dict[bool, Any](), {together: list[list[float]]() for together in ways}
@@ -124,4 +129,6 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 64)
+    over_stages = "stages" in sys.argv
+    count = next((int(each) for each in sys.argv[1:] if each.isdecimal()), 64)
+    main(count, "pipeline_parallel_size" if over_stages else "tensor_parallel_size")

@@ -19,6 +19,7 @@ import insitu
 from tests import models
 from tests.engine import test_taps
 from tests.engine.taps import PLACES
+from tests.engine.test_cohorts import alone_and_together, counted, same
 from tests.gpu import ranks
 from tests.gpu.ranks import BLOCKS, VOCABULARY, experts, largest_difference, tensors_of
 
@@ -266,6 +267,50 @@ def test_many_traced_requests_beside_untraced_ones(engines: tuple[Any, Any], kin
     compare(engines, block, f"{kind}, 256 beside 64", traced)
     outputs = llm.wait_for_completion(use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [12] * 64
+
+
+def reads_of_both(model: Any) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        found = []
+        for _ in tracer.iter[:]:
+            found.append([model.resid_post[0], model.mlp_out[1][-1]])
+            found.append([model.attn_out[3][-1], model.final_norm, model.logits, model.samples])
+        return found
+
+    return block
+
+
+def edits_of_both(model: Any) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        found = []
+        for _ in tracer.iter[:]:
+            early = model.resid_post[0]
+            model.resid_post[1][:] *= 1.5
+            model.resid_post[2][-1] *= 0.5
+            model.resid_post[3] += 0.1 * early
+            found.append([model.final_norm, model.logits])
+        return found
+
+    return block
+
+
+@pytest.mark.parametrize("made", [reads_of_both, edits_of_both])
+def test_a_block_beside_many_prompts_runs_once_on_both_stages(
+    engines: tuple[Any, Any], kind: str, made: Callable[[Any], Callable[[Any], Any]]
+) -> None:
+    if "staged" not in kind:
+        pytest.skip("is about two stages")
+    model, one = engines
+    generator = random.Random(1)
+    prompts = [[generator.randrange(3, VOCABULARY) for _ in range(generator.randrange(2, 40))] for _ in range(256)]
+    with counted(model) as counts:
+        alone, together = alone_and_together(model, lambda: model.run(made(model), prompts, **SETTINGS))
+    assert not isinstance(together, BaseException), together
+    assert counts[0] >= 250  # fewer than four that begin in a step are alone
+    assert sum(counts) == 3 * 256
+    assert same(alone, together)
+    wanted = one.run(made(one), prompts, **SETTINGS)
+    print(f"{kind}, once for 256: {largest_difference(together, wanted, made.__name__, STAGED_BOUND):.1e}")
 
 
 def test_steps_in_which_nobody_waits_stay_on_graphs(model: Any, kind: str) -> None:
