@@ -30,6 +30,14 @@ def tapped(engines: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def tapped_on_ranks(engines: Any) -> Iterator[Any]:
+    """The same on two ranks."""
+    settings = {"tensor_parallel_size": 2, "enforce_eager": False, "max_num_seqs": 16, "taps": PLACES}
+    with own_engine(engines, "llama", **settings) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def in_worker(engines: Any) -> Iterator[Any]:
     """An engine that runs the model in a process of its own."""
     with own_engine(engines, "llama", engine="workers") as model:

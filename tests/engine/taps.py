@@ -45,6 +45,16 @@ def recorded(tapped: Any) -> Iterator[None]:
         taps.in_graph = before
 
 
+def as_if_recorded(worker: Any, recorded: bool) -> None:
+    """As ``recorded``, in a worker of several, until it is told otherwise."""
+    taps = worker.model_runner.vllm_config.compilation_config.static_forward_context["insitu.taps"]
+    taps.rows = 256
+    for tap in taps.taps.values():
+        tap.rows, tap.copies, tap.table = taps.rows, None, None
+    interleaver = taps.shown.__self__
+    taps.in_graph = lambda tensor: recorded and interleaver._compiled and not interleaver.calls.running
+
+
 def name_of(block: Block) -> str:
     return block.__name__
 

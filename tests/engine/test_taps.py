@@ -352,7 +352,8 @@ def test_a_table_that_edits_otherwise_is_refused(tapped: Any, monkeypatch: pytes
 
     with recorded(tapped):
         tapped.run(functools.partial(add_in_place, tapped), PROMPTS[0], **SETTINGS)
-        taps_of(tapped).require_tables()
+        taps = taps_of(tapped)
+        taps.require_tables(taps.faults())
         right = Table.edit_and_copy
 
         def wrong(table: Table, tensors: Any, copies: Any) -> None:
@@ -366,7 +367,7 @@ def test_a_table_that_edits_otherwise_is_refused(tapped: Any, monkeypatch: pytes
 
         monkeypatch.setattr(Table, "edit_and_copy", wrong)
         with pytest.raises(LocationError, match=r"the table of `model\.layers\.0\.output` edits rows otherwise"):
-            taps_of(tapped).require_tables()
+            taps.require_tables(taps.faults())
 
 
 def test_engines_with_other_taps_do_not_mix(tapped: Any, engines: Any, llama: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from insitu.block import InsituError, LocationError, UnknownModuleError
 from tests.engine import test_cohorts
 from tests.engine.helpers import own_engine, plain
-from tests.engine.taps import PLACES, PROMPTS, SETTINGS, Block, assert_same, name_of
+from tests.engine.taps import PROMPTS, SETTINGS, Block, as_if_recorded, assert_same, name_of
 from tests.engine.test_cohorts import alone_and_together, counted
 from tests.engine.test_cohorts_steps import GREEDY, adds_up, reads_every_step, steers_every_step
 from tests.engine.test_taps import BLOCKS, in_one_batch, read_streams
@@ -25,28 +25,11 @@ def on_ranks(request: pytest.FixtureRequest) -> None:
         pytest.skip("is about two ranks")
 
 
-@pytest.fixture(scope="module")
-def tapped(engines: Any) -> Iterator[Any]:
-    settings = {"tensor_parallel_size": 2, "enforce_eager": False, "max_num_seqs": 16, "taps": PLACES}
-    with own_engine(engines, "llama", **settings) as model:
-        yield model
-
-
-def as_if_recorded(worker: Any, recorded: bool) -> None:
-    """In a worker: its taps are told that they are in a graph, or not."""
-    taps = worker.model_runner.vllm_config.compilation_config.static_forward_context["insitu.taps"]
-    taps.rows = 256
-    for tap in taps.taps.values():
-        tap.rows, tap.copies, tap.table = taps.rows, None, None
-    interleaver = taps.shown.__self__
-    taps.in_graph = lambda tensor: recorded and not interleaver.calls.running
-
-
 @pytest.fixture(params=["between pieces", "recorded"])
-def model(request: pytest.FixtureRequest, tapped: Any) -> Iterator[Any]:
-    tapped.vllm_entrypoint.collective_rpc(as_if_recorded, args=(request.param == "recorded",))
-    yield tapped
-    tapped.vllm_entrypoint.collective_rpc(as_if_recorded, args=(False,))
+def model(request: pytest.FixtureRequest, tapped_on_ranks: Any) -> Iterator[Any]:
+    tapped_on_ranks.vllm_entrypoint.collective_rpc(as_if_recorded, args=(request.param == "recorded",))
+    yield tapped_on_ranks
+    tapped_on_ranks.vllm_entrypoint.collective_rpc(as_if_recorded, args=(False,))
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=name_of)

@@ -43,6 +43,11 @@ class Many(Protocol):
     members: Members
     counts: Sequence[int]
 
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """Their names, in the same order."""
+        ...
+
     def foresee(self, known: Known) -> Foreseen | None:
         """What tables are to do of the step that has begun; None if they can't."""
         ...

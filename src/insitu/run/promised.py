@@ -322,11 +322,12 @@ class PromisedServed(Served):
     def is_owed(self) -> bool:
         return not self.fulfilled and not self.waits
 
-    def apply(self, live: Any, rows: Rows) -> None:
-        """Makes the block's edits in the request's rows of the live value."""
+    def apply(self, live: Any, rows: Rows) -> list[torch.Tensor]:
+        """Makes the block's edits in the request's rows of the live value. Returns those of its tensors that they may
+        have changed."""
         target = self.affine
         if target is None or target.edits is None:
-            return
+            return []
         value = target.value_in(live, rows)
         target.edits.apply(value)
         if target.stream is not None:
@@ -334,6 +335,7 @@ class PromisedServed(Served):
             first.copy_(value)
             for other in others:
                 other.zero_()
+        return target.parts_of(live)
 
     def fulfil(self, live: Any, rows: Rows) -> None:
         """Gives promises that the block still holds their values, which are those after its edits."""

@@ -10,7 +10,7 @@ way to keep held values safe, costs 9 us an operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(value, found.append)
     return found
+
+
+def numbers_of(tensors: Iterable[torch.Tensor], value: Any) -> set[int]:
+    """Which of the tensors in ``value``, each counted once, these are."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, tensors_of(value))))}
+    return {numbers[id(each)] for each in tensors}
 
 
 def rebuilt(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:

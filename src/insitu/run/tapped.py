@@ -20,10 +20,10 @@ from insitu.run.foreseen import Foreseen
 from insitu.run.going_ahead import GoingAhead, has_company
 from insitu.run.interleaver import RowsOf
 from insitu.run.promised import Like, Promisable
-from insitu.run.served import Served
+from insitu.run.served import Served, numbers_of
 from insitu.run.snapshot import SharedServed, Snapshot
 from insitu.run.structure import Structure
-from insitu.run.taps import Edits, Path, Taps, layer_outputs, put_in_place
+from insitu.run.taps import Edits, Path, Spans, Taps, layer_outputs, put_in_place
 from insitu.run.torch_state import BlockState
 from insitu.tree import Place
 
@@ -56,7 +56,8 @@ class TappedInterleaver(GoingAhead):
         self._stale: set[BlockRun] = set()
         self._promisable: dict[Place, Promisable] = {}
         self._edits: Edits = {}
-        self._fits = True
+        self._plan: Any = None
+        self._rewritten: frozenset[Place] = frozenset()
         self._table_edits = 0
         self._foreseen: dict[BlockRun, Foreseen] = {}
         self._held_by_nobody = layer_outputs(self.anatomy)
@@ -68,15 +69,19 @@ class TappedInterleaver(GoingAhead):
         waits = super().begin(runs)
         self._foresee(runs)
         path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
-        self._edits = self._all_edits() if path is Path.TAPPED else self.ahead.edits()
-        self._fits = path is not Path.TAPPED or self._taps.fits(self._edits)
-        if not self._fits:
-            path, self._edits = Path.OPEN, self.ahead.edits()
+        promised = self.ahead.edits()
+        self._edits = self._all_edits() if path is Path.TAPPED else promised
+        fits = path is not Path.TAPPED or self._taps.fits(self._edits)
+        if not fits:
+            path, self._edits = Path.OPEN, promised
         if path is not Path.TAPPED:
             self._foreseen.clear()  # who stands for many edits as all do
         self.tapped, self.one_graph = path in (Path.TAPPED, Path.OPEN), path is not Path.OPEN
-        if not self.tapped:
-            self._taps.set({}, {})
+        self._rewritten = frozenset(promised)
+        if self.tapped:
+            self._plan = self._taps.take(self._edits if fits else {})
+        else:
+            self._taps.clear()
         return path is Path.EAGER
 
     def _foresee(self, runs: Iterable[BlockRun]) -> None:
@@ -103,6 +108,10 @@ class TappedInterleaver(GoingAhead):
         """Visits for which blocks did not wait, and rows that tables have edited."""
         return self.ahead.promised, self._table_edits
 
+    def faults(self) -> Sequence[float]:
+        """How far each tap's table edits rows otherwise than it should."""
+        return self._taps.faults()
+
     # -- what is known of places before the forward (``foreseen.Known``) --------------------
 
     def is_served(self, place: Place) -> bool:
@@ -116,7 +125,7 @@ class TappedInterleaver(GoingAhead):
 
     def idle(self) -> None:
         super().idle()
-        self._taps.set({}, {})
+        self._taps.clear()
 
     def _learn(self, place: Place) -> Promisable | None:
         structure, copies = self._structures.get(place), self._taps.editable(place)
@@ -145,17 +154,17 @@ class TappedInterleaver(GoingAhead):
 
     def open(self, rows: RowsOf) -> None:
         super().open(rows)
-        for place in (*self.ahead.now.places, *(place for place, _, _ in self._pending)):
+        for place in self.ahead.now.places | self._rewritten:
             self._watch(place)
 
-    def open_compiled(self, rows: RowsOf) -> None:
-        """As ``open``, for a forward that is not eager: no module is watched."""
+    def open_compiled(self, rows: RowsOf, spans: Spans) -> None:
+        """As ``open``, for a forward that is not eager: no module is watched. ``spans``: the requests' rows."""
         self.rows = rows
         for run, foreseen in self._foreseen.items():
             if run.many is not None and run in rows:
                 with BlockState():
                     foreseen.narrow(run.many.members)
-        self._taps.set(self._edits if self._fits else {}, rows)
+        self._taps.lay(rows, spans)
         self._open = self._compiled = True
         self._live = False
         self._called.clear()
@@ -189,6 +198,7 @@ class TappedInterleaver(GoingAhead):
         again = bool(left or self._stale)
         if again:
             self._pending = [entry for entry in self._shown if entry[2].edited]
+            self._rewritten = frozenset(self._edits) | {place for place, _, _ in self._pending}
             for run, recorder in self._recorders:
                 recorder.forget(run.steps - 1)
         self._shown.clear()
@@ -303,12 +313,8 @@ class TappedInterleaver(GoingAhead):
         return place in self._taps.places
 
     def _write_again(self, place: Place, live: Any, copies: dict[int, torch.Tensor]) -> Any:
-        for run, visit in self.ahead.now.visits.get(place, ()):
-            if run in self.rows:
-                visit.apply(live, self.rows[run])
-        for run, foreseen in self._foreseen.items():
-            if foreseen.in_force and run in self.rows and place in foreseen.edits:
-                foreseen.edits[place].apply(live, self.rows[run])
+        if edited := self._edited_again(place, live):
+            self.touched |= numbers_of(edited, live)
         if place in self.ahead.now.places:
             with BlockState():
                 self.ahead.keep_at(place, live, self.rows)
@@ -322,6 +328,17 @@ class TappedInterleaver(GoingAhead):
             except Exception as error:  # as where it was first written
                 run.refuse(error)
         return live
+
+    def _edited_again(self, place: Place, live: Any) -> list[torch.Tensor]:
+        """The tensors in which what tables do, or would do, is done here."""
+        edited: list[torch.Tensor] = []
+        for run, visit in self.ahead.now.visits.get(place, ()):
+            if run in self.rows:
+                edited += visit.apply(live, self.rows[run])
+        for run, foreseen in self._foreseen.items():
+            if foreseen.in_force and run in self.rows and place in foreseen.edits:
+                edited += foreseen.edits[place].apply(live, self.rows[run])
+        return edited
 
     def _watch(self, place: Place) -> None:
         if not self._compiled:

@@ -1,13 +1,13 @@
 """Taps of a model that lies over several ranks.
 
 Places with taps are whole on every rank: rank 0 serves them from what it has itself, and nothing is gathered.
-What blocks write there is sent to the others, which wait for it between the same compiled pieces; the
-tables in the graphs are not used.
+The tables in the graphs of all ranks do the same edits: rank 0 says which, by the names of requests, when these change.
+What else blocks write there is sent to the others, which wait for it between the same compiled pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,23 @@ from insitu.run.interleaver import RowsOf
 from insitu.run.layouts import Gathered, gathered_whole
 from insitu.run.parallel import Done, Follower, Leader
 from insitu.run.parked import Parked, note_parked
+from insitu.run.shards import Group
 from insitu.run.structure import Structure
 from insitu.run.tapped import TappedInterleaver
-from insitu.run.taps import layer_outputs, put_in_place
+from insitu.run.taps import Spans, Taps, layer_outputs, put_in_place
 from insitu.tree import Place
 
 
 @dataclass(frozen=True)
 class Begun:
-    """How the step's forward runs."""
+    """How the step's forward runs, where what tables would do is done without them, and what tables do from here on, if
+    that has changed. The vectors of that follow."""
 
     tapped: bool
     one_graph: bool
     eager: bool
+    rewritten: frozenset[Place]
+    plan: Any
 
 
 @dataclass(frozen=True)
@@ -77,28 +81,31 @@ class TappedLeader(Leader, TappedInterleaver):
         self.wholes: Wholes = Wholes(self._taps.places)
 
     def begin(self, runs: Iterable[BlockRun]) -> bool:
-        self._rewritten = frozenset()
         with self.window() as news:
             waits = super().begin(runs)
-            news.at_taps = Begun(self.tapped, self.one_graph, waits)
+            plan = self._plan if self.tapped else None
+            news.at_taps = Begun(self.tapped, self.one_graph, waits, self._rewritten, plan)
+        if plan is not None:
+            self._taps.share(plan, self._group.broadcast)
         return waits
+
+    def work_ahead(self, is_time: Callable[[], bool]) -> None:
+        """Blocks go on in steps alone, in which the others do what they ask for."""
+        self.sender.work(is_time)
+
+    def faults(self) -> Sequence[float]:
+        """Those of the tables of all ranks, which ask at the same time: the worst of each."""
+        return _worst(self._taps, self._group, next(self.modules.root.parameters()).device)
 
     def after_compiled(self) -> bool:
         with self.window() as news:
             again = super().after_compiled()
-            self._rewritten = frozenset(place for place, _, _ in self._pending)
             waiting: Parked = {}
             for place, runs in self._waiting.items():
                 for run in runs:
                     note_parked(waiting, place, run)
             news.at_taps = Passed(again, waiting, self._rewritten)
         return again
-
-    def _takes_promises(self, run: BlockRun) -> bool:
-        return False  # the tables of the others would have to be told
-
-    def _foresee(self, runs: Iterable[BlockRun]) -> None:
-        """For the same reason tables do no edits."""
 
     def _serve_together(self, place: Place, live: Any) -> Any:
         return live if self._live else super()._serve_together(place, live)  # the others are told of each write
@@ -125,25 +132,33 @@ class TappedFollower(Follower):
     tapped: bool
     one_graph: bool
 
-    def __init__(self, *args: Any, places: Container[Place], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, taps: Taps, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.wholes: Wholes = Wholes(places)
+        self.wholes: Wholes = Wholes(taps.places)
+        self._taps = taps
         self._structures: dict[Place, Structure] = {}
         self._held_by_nobody = layer_outputs(self.anatomy)
         self._compiled = self._eager = self._again = False
 
     def begin(self, runs: Iterable[Any]) -> bool:
-        self._rewritten = frozenset()
         super().begin(runs)
         return self._eager
+
+    def idle(self) -> None:
+        super().idle()
+        self._taps.clear()
+
+    def faults(self) -> Sequence[float]:
+        return _worst(self._taps, self._group, self._device)
 
     def open(self, rows: RowsOf) -> None:
         super().open(rows)
         for place in self._rewritten:
             self._watch(place)
 
-    def open_compiled(self, rows: RowsOf) -> None:
+    def open_compiled(self, rows: RowsOf, spans: Spans) -> None:
         self.rows = rows
+        self._taps.lay(rows, spans)
         self._open = self._compiled = True
         self._called.clear()
         self._reached = 0
@@ -170,11 +185,20 @@ class TappedFollower(Follower):
         super()._take(done)
         news = done.at_taps
         if isinstance(news, Begun):
-            self.tapped, self.one_graph, self._eager = news.tapped, news.one_graph, news.eager
+            self._begin(news)
         elif isinstance(news, Passed):
             self._again, self._rewritten = news.again, news.rewritten
             self._waiting.clear()
             self._wait(news.waiting)
+
+    def _begin(self, news: Begun) -> None:
+        self.tapped, self.one_graph, self._eager = news.tapped, news.one_graph, news.eager
+        self._rewritten = news.rewritten
+        if not self.tapped:
+            self._taps.clear()
+        elif news.plan is not None:
+            self._taps.follow(news.plan)
+            self._taps.share(news.plan, self._group.broadcast)
 
     def _watch(self, place: Place) -> None:
         if not self._compiled:
@@ -188,3 +212,13 @@ class TappedFollower(Follower):
         if place in self.wholes and place not in self._structures:
             self._structures[place] = Structure(live)
         return gathered
+
+
+def _worst(taps: Taps, group: Group, device: torch.device) -> list[float]:
+    """By all ranks. Where one can't tell, its tables are off by more than anything."""
+    try:
+        mine = list(taps.faults())
+    except Exception:
+        mine = [float("inf")] * len(taps.places)
+    of_all = group.gather(torch.tensor(mine, device=device))
+    return torch.stack(of_all).amax(0).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from insitu.run.structure import tensors_in
 from insitu.run.visit import TableEdit
 from insitu.tree import Place
 
+Spans = Mapping[str, tuple[int, int]]
+"""The rows of requests by name, from one to before another."""
 Edits = Mapping[Place, Mapping[BlockRun, Target | TableEdit]]
 
 
@@ -46,8 +48,29 @@ class Taps(Protocol):
         """Whether the tables have room for these."""
         ...
 
-    def set(self, edits: Edits, rows: Mapping[BlockRun, Rows]) -> None:
-        """Makes the graphs do these edits, and no others, in the blocks' rows."""
+    def take(self, edits: Edits) -> Any:
+        """Has the tables do these edits, and no others, from the next ``lay`` on. Returns what a rank that follows has
+        to be told; None if they are those taken last."""
+        ...
+
+    def follow(self, plan: Any) -> None:
+        """On such a rank: has the tables do what those of rank 0 do."""
+        ...
+
+    def share(self, plan: Any, broadcast: Callable[[torch.Tensor], None]) -> None:
+        """By all ranks: the vectors that are new in a plan are those of rank 0."""
+        ...
+
+    def lay(self, rows: Mapping[Any, Rows], spans: Spans) -> None:
+        """The edits are made in the rows that the blocks and requests have from here on."""
+        ...
+
+    def clear(self) -> None:
+        """Makes the graphs do no edits."""
+        ...
+
+    def faults(self) -> Sequence[float]:
+        """How far each table edits rows otherwise than it should."""
         ...
 
 

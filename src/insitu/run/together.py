@@ -52,6 +52,8 @@ class Together:
         self._text = text
         self.shares = shares
         """What it leaves."""
+        self.names: dict[int, str] = {}
+        """Those of the members' requests."""
         self.widths: Mapping[int, int] = {}
         """Of what it reads, how large a row is at most, by the value's number, where that matters."""
         self._known: dict[int, Any] = {}
@@ -62,6 +64,10 @@ class Together:
 
     def text(self) -> Any:
         return self._text
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        return tuple(self.names[member] for member in self.members)
 
     def parted(self, members: Members) -> Together:
         """These members by themselves, to go on where all are; the others stay."""

@@ -32,8 +32,8 @@ class TableEdit:
     def is_like(self, other: TableEdit) -> bool:
         return (self.number, self.stream) == (other.number, other.stream) and self.edits.is_like(other.edits)
 
-    def apply(self, live: Any, rows: Rows) -> None:
-        """Does the same in the live value."""
+    def apply(self, live: Any, rows: Rows) -> list[torch.Tensor]:
+        """Does the same in the live value. Returns those of its tensors that it may have changed."""
         parts = [tensors_in(live).floating[self.number]] if self.stream is None else self.stream.parts(live)
         index = rows.of(parts[0])
         first, *others = [part[index] for part in parts]
@@ -42,6 +42,7 @@ class TableEdit:
         parts[0][index] = value
         for other in parts[1:]:
             other[index] = 0
+        return parts
 
 
 class Made:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -14,7 +14,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from insitu.block import InsituError, LocationError
 from insitu.engine.taps.names import places_of
-from insitu.engine.taps.tables import PARTS, Entry, Table, Vectors
+from insitu.engine.taps.plan import NOTHING, Line, Plan
+from insitu.engine.taps.tables import PARTS, Table, Vectors
 from insitu.run import BlockRun, Interleaver, Rows
 from insitu.run.anatomy import Anatomy
 from insitu.run.modules import ModuleTable
@@ -116,8 +117,10 @@ class Taps:
     shown: PassBy | None = None
     """Called where Python is at a tap, between compiled pieces or in an eager forward."""
     in_graph: Callable[[torch.Tensor], bool] = _captured
-    _rows: Mapping[BlockRun, Rows] | None = None
     _edits: Mapping[Place, Mapping[BlockRun, Any]] = field(default_factory=dict)
+    _plan: Plan = NOTHING
+    _rows: Mapping[Any, Rows] | None = None
+    """Where the plan's edits lie in the tables."""
 
     @property
     def places(self) -> list[Place]:
@@ -165,33 +168,60 @@ class Taps:
                 return False
         return True
 
-    def set(self, edits: Edits, rows: Mapping[BlockRun, Rows]) -> None:
-        if rows is self._rows and self._is_set(edits):
+    def take(self, edits: Edits) -> Plan | None:
+        if self._is_set(edits):
+            return None
+        self._edits = _affine(edits)
+        held = [vector for each in edits.values() for target in each.values() for vector in target.edits.vectors]
+        filled = {
+            width: vectors.hold([each for each in held if each.shape[-1] == width])
+            for width, vectors in self.vectors.items()
+        }
+        lines = {
+            str(place): [_line(table.vectors, run, target) for run, target in each.items()]
+            for place, each in edits.items()
+            if (table := self.taps[str(place)].table) is not None
+        }
+        plan = Plan(lines, {width: slots for width, slots in filled.items() if slots})
+        self.follow(plan)
+        return plan
+
+    def follow(self, plan: Plan) -> None:
+        self._plan, self._rows = plan, None
+
+    def share(self, plan: Plan, broadcast: Callable[[torch.Tensor], None]) -> None:
+        for width, slots in plan.filled.items():
+            self.vectors[width].share(slots, broadcast)
+
+    def lay(self, rows: Mapping[Any, Rows], spans: Mapping[str, tuple[int, int]]) -> None:
+        if rows is self._rows:
             return
-        self._rows, self._edits = rows, _affine(edits)
-        mine = [target for each in edits.values() for run, target in each.items() if run in rows]
-        held = [vector for target in mine for vector in target.edits.vectors]
-        for width, vectors in self.vectors.items():
-            vectors.hold([each for each in held if each.shape[-1] == width])
-        for each in self.taps.values():
+        self._rows = rows
+        lines = self._plan.lines
+        runs = {run.request: range(mine.start, mine.stop) for run, mine in rows.items()} if lines else {}
+        requests = {request: range(*span) for request, span in spans.items()} if lines else {}
+        for place, each in self.taps.items():
             if each.table is not None:
-                each.table.set(
-                    [
-                        Entry(_in_table(rows[run]), target.stream is not None, target.number, target.edits)
-                        for run, target in edits.get(each.place, {}).items()
-                        if run in rows
-                    ]
-                )
+                each.table.set([line.entry(runs, requests) for line in lines.get(place, ())])
+
+    def clear(self) -> None:
+        self._edits = {}
+        self.follow(NOTHING)
+        self.lay({}, {})
 
     def _is_set(self, edits: Edits) -> bool:
-        """Whether these are the last step's, by the objects that they are."""
+        """Whether these are those taken last, by the objects that they are."""
         return self._edits == _affine(edits)
 
     @torch.inference_mode()
-    def require_tables(self) -> None:
+    def faults(self) -> list[float]:
+        """How far each table edits rows otherwise than it should, by norm and relative."""
+        tables = [(each.table, each.copies or []) for each in self.taps.values()]
+        return [table.fault(copies) if table is not None else 0.0 for table, copies in tables]
+
+    def require_tables(self, faults: Sequence[float]) -> None:
         """Raises ``LocationError``, by name, for a tap whose table edits rows otherwise than it should."""
-        for each in self.taps.values():
-            fault = each.table.fault(each.copies or []) if each.table is not None else 0.0
+        for each, fault in zip(self.taps.values(), faults, strict=True):
             if not fault <= _BOUND:
                 raise LocationError(
                     f"taps: the table of `{each.place}` edits rows otherwise than a block does (by norm, off by "
@@ -291,8 +321,10 @@ def _hook(module: torch.nn.Module, place: Place) -> None:
         module.register_forward_hook(after)
 
 
-def _in_table(rows: Rows) -> slice | tuple[int, ...]:
-    return slice(rows.start, rows.stop) if rows.scattered is None else tuple(rows.numbers)
+def _line(vectors: Vectors, run: BlockRun, target: Any) -> Line:
+    names = (run.request,) if run.many is None else run.many.requests
+    slots, summed = vectors.slots(target.edits), target.stream is not None
+    return Line(names, run.many is not None, summed, target.number, slots, target.edits.factors)
 
 
 def _affine(edits: Edits) -> dict[Place, dict[BlockRun, Any]]:
@@ -317,10 +349,10 @@ def nbytes(runner: Any) -> int:
     return taps.nbytes if taps else 0
 
 
-def passed(runner: Any) -> dict[Place, bool]:
+def passed(runner: Any, faults: Sequence[float]) -> dict[Place, bool]:
     """As ``Taps.passed``. Raises ``LocationError`` for a table that does not do what it should."""
     taps = of(runner)
     if taps is None:
         return {}
-    taps.require_tables()
+    taps.require_tables(faults)
     return taps.passed()

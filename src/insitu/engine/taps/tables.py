@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +14,19 @@ from insitu.run.affine import Affine
 
 PARTS, SLOTS, FACTORS = 2, 3, 4
 _TRIED = 4
+_SAMPLED = ((0,), (1,), (2,)), ((0,), (), ()), ((), (1,), (1,))
 
 
 class Entry(NamedTuple):
-    """Rows, whether the sum of the place's tensors is edited or else the number of the one that is, and how."""
+    """Rows, whether the sum of the place's tensors is edited or else the number of the one that is, and how: slots of
+    what is added, of what the row is multiplied with and of what that stretches, each none, one or one for each row;
+    and their factors."""
 
-    rows: slice | tuple[int, ...]
+    rows: Sequence[int]
     summed: bool
     part: int
-    edits: Affine
+    slots: tuple[Sequence[int], ...]
+    factors: tuple[float, ...]
 
 
 class Vectors:
@@ -39,32 +42,44 @@ class Vectors:
         return len({id(vector) for vector in vectors}) <= self.memory.shape[0]
 
     def hold(self, vectors: Sequence[torch.Tensor]) -> list[int]:
-        """The slots of these vectors, which take those of others if there is no room."""
-        keys = [(id(vector), vector._version) for vector in vectors]
-        missing = {key: vector for key, vector in zip(keys, vectors, strict=True) if key not in self._slots}
-        if missing:
-            self._make_room(len(missing), set(keys))
-            for key, vector in missing.items():
-                self._slots[key] = (self._free.pop(), vector)  # held, so that its id stays its own
-            slots = _sent(torch.tensor([self._slots[key][0] for key in missing]), self.memory.device)
-            self.memory[slots] = torch.stack([each.reshape(-1).to(self.memory) for each in missing.values()])
-        return [self._slots[key][0] for key in keys]
+        """Gives these vectors slots, if need be those of others. Returns the slots that were filled now."""
+        keys = {(id(vector), vector._version): vector for vector in vectors}
+        missing = {key: vector for key, vector in keys.items() if key not in self._slots}
+        if not missing:
+            return []
+        self._make_room(len(missing), keys.keys())
+        for key, vector in missing.items():
+            self._slots[key] = (self._free.pop(), vector)  # held, so that its id stays its own
+        filled = [self._slots[key][0] for key in missing]
+        given = torch.stack([each.reshape(-1).to(self.memory) for each in missing.values()])
+        self.memory[_sent(torch.tensor(filled), self.memory.device)] = given
+        return filled
 
-    def _make_room(self, count: int, kept: set[tuple[int, int]]) -> None:
+    def slots(self, edits: Affine) -> tuple[Sequence[int], ...]:
+        """Those of its vectors, which are held."""
+        return tuple([self._slots[id(each), each._version][0] for each in group] for group in edits.groups)
+
+    def share(self, slots: Sequence[int], broadcast: Callable[[torch.Tensor], None]) -> None:
+        """By all ranks: what is in these slots is what rank 0 has there."""
+        index = _sent(torch.tensor(slots), self.memory.device)
+        given = self.memory[index]
+        broadcast(given)
+        self.memory[index] = given
+
+    def _make_room(self, count: int, kept: Collection[tuple[int, int]]) -> None:
         for key in [key for key in self._slots if key not in kept]:
             if len(self._free) >= count:
                 return
             self._free.append(self._slots.pop(key)[0])
 
 
-def _sample(like: torch.Tensor, number: int, generator: torch.Generator) -> Affine:
+def _sample(number: int, vector: torch.Tensor, along: torch.Tensor, onto: torch.Tensor) -> Affine:
     """Edits of one row: all that there are, those that leave its direction, or one direction taken out."""
-    edits, width = Affine(), like.shape[-1]
-    vector, along, onto = torch.randn(3, width, generator=generator).to(like.device).unbind()
+    edits = Affine()
     if number != 2:
         edits.scale, edits.vector, edits.weight, edits.bias = 0.5, vector, 2.0, 1.0
     if number != 1:
-        edits.along, edits.onto, edits.turn = along, along if number == 2 else onto, -1 / width
+        edits.along, edits.onto, edits.turn = along, along if number == 2 else onto, -1 / len(along)
     return edits
 
 
@@ -85,30 +100,26 @@ class Table:
         self.slots: torch.Tensor
         self.factors: torch.Tensor
         self.slots, self.factors = (torch.from_numpy(each.copy()).to(device) for each in self._empty)
-        self._now: list[tuple[Any, ...]] = []
+        self._now: list[Entry] = []
 
     @property
     def nbytes(self) -> int:
         return self.slots.nbytes + self.factors.nbytes
 
     def set(self, entries: Sequence[Entry]) -> None:
-        if not entries and not self._now:
+        """Does these edits, and no others. Of rows that no graph has nothing is noted."""
+        if entries == self._now:
             return
-        held = iter(self.vectors.hold([vector for entry in entries for vector in entry.edits.vectors]))
-        now = [
-            (rows, summed, part, [list(islice(held, len(group))) for group in edits.groups], edits.factors)
-            for rows, summed, part, edits in entries
-        ]
-        if now == self._now:
-            return
-        self._now = now
+        self._now = list(entries)
         where, factors = (each.copy() for each in self._empty)
-        for rows, summed, part, slots, own in now:
-            chosen = rows if isinstance(rows, slice) else list(rows)
-            where[chosen, -1] = int(summed)
+        for rows, summed, part, slots, own in entries:
+            chosen = np.array(rows, np.int64)
+            inside = chosen < len(where)
+            where[chosen[inside], -1] = int(summed)
             for number, group in enumerate(slots, SLOTS * part):
-                where[chosen, number] = group or -1
-            factors[chosen, FACTORS * part : FACTORS * (part + 1)] = own
+                given = np.array(group or [-1], np.int32)
+                where[chosen[inside], number] = given[inside] if len(given) == len(chosen) else given
+            factors[chosen[inside], FACTORS * part : FACTORS * (part + 1)] = own
         self.slots.copy_(_sent(torch.from_numpy(where), self.slots.device))
         self.factors.copy_(_sent(torch.from_numpy(factors), self.factors.device))
 
@@ -123,18 +134,21 @@ class Table:
         """How far, relative to their norm, rows of tensors like these are off after all that it can do to a row."""
         generator = torch.Generator().manual_seed(0)
         given = [torch.randn(_TRIED, each.shape[-1], generator=generator).to(each)[: len(self.slots)] for each in like]
-        pair = len(given) > 1
-        with torch.inference_mode(False):  # a vector is known by its version
-            samples = [_sample(given[0], row, generator) for row in range(min(_TRIED - 1, len(given[0])))]
+        pair, memory = len(given) > 1, self.vectors.memory[:SLOTS]
+        three = torch.randn(memory.shape, generator=generator).to(memory)
+        samples = [_sample(row, *three.unbind()) for row in range(min(_TRIED - 1, len(given[0])))]
         entries = [
-            Entry(slice(row, row + 1), pair and row == 0, int(pair and row == 2), each)
+            Entry([row], pair and row == 0, int(pair and row == 2), _SAMPLED[row], each.factors)
             for row, each in enumerate(samples)
         ]
+        before, held = self._now, memory.clone()
+        memory.copy_(three)
         self.set(entries)
         edited, copies = [each.clone() for each in given], [torch.zeros_like(each) for each in given]
         self.edit_and_copy(edited, copies)
-        self.set([])
-        for rows, summed, part, edits in entries:
+        self.set(before)
+        memory.copy_(held)
+        for (rows, summed, part, _, _), edits in zip(entries, samples, strict=True):
             parts = [each[rows].float() for each in given]
             value = sum(parts[1:], parts[0]) if summed else parts[part]
             edits.apply(value)

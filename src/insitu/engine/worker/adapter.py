@@ -30,6 +30,7 @@ from insitu.run.stage_follower import StageFollower
 from insitu.run.stage_leader import StageLeader
 from insitu.run.tapped import TappedInterleaver
 from insitu.run.tapped_ranks import TappedFollower
+from insitu.run.taps import Spans
 
 Method = Callable[..., Any]
 
@@ -67,7 +68,9 @@ class Adapter:
         self._for_many = False
         self._ends_early = type(one) is Interleaver
         """Whether a step is vLLM's alone from where the last of its blocks has ended."""
-        self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Any, dict[Any, Rows]]] = {}
+        self.spans: Spans = {}
+        """The rows of the requests, as ``token_rows`` found them."""
+        self._known_rows: dict[int, tuple[list[str], dict[str, list[Any]], Any, dict[Any, Rows], Spans]] = {}
         self.scored: torch.Tensor | None = None
         """This step's logits as sampling gets them."""
         self._in_traced_steps = [_StandIn(model, name, getattr(self, name)) for name in self.MODEL_METHODS]
@@ -193,6 +196,7 @@ class Adapter:
             spans[request] = start, stop
             start = stop
         self.host.company.settle(rows, spans, total)
+        self.spans = spans
         return rows
 
     def request_rows(self, order: Sequence[str], total: int) -> dict[Any, Rows]:
@@ -203,8 +207,10 @@ class Adapter:
             if len(self._known_rows) > 1:
                 self._known_rows.clear()
             rows = {run: Rows(i, i + 1, total) for run, i in found}
-            settled = company.settle(rows, {request: (i, i + 1) for i, request in enumerate(order)}, total)
-            known = self._known_rows[total] = (list(order), self.runs, settled, rows)
+            spans = {request: (i, i + 1) for i, request in enumerate(order)}
+            settled = company.settle(rows, spans, total)
+            known = self._known_rows[total] = (list(order), self.runs, settled, rows, spans)
+        self.spans = known[4]
         return known[3]
 
     def order(self) -> Sequence[str]:

@@ -8,6 +8,7 @@ from insitu.engine.worker.host import New, run_key
 from insitu.run.followed import Followed
 from insitu.run.parallel import Follower, Shadow
 from insitu.run.stage_follower import StageFollower
+from insitu.run.tapped_ranks import TappedFollower
 
 
 class FollowingHost:
@@ -25,11 +26,13 @@ class FollowingHost:
         self._by_key: dict[str, list[tuple[str, Shadow]]] = {}
 
     def called(self, method: str, keys: Sequence[str]) -> None:
-        """The client has called a method of the leader that changes which requests have blocks."""
+        """The client has called a method of the leader."""
         if method == "insitu_submit":
             self.jobs.update(keys)
         if method in self.interleaver.windowed:
             self.interleaver.follow()
+        if method == "insitu_taps" and isinstance(self.interleaver, TappedFollower):
+            self.interleaver.faults()
         if method in ("insitu_collect", "insitu_drop"):
             for key in keys:
                 self.jobs.discard(key)

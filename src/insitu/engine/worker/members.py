@@ -34,6 +34,7 @@ class Cohort:
     def join(self, member: Member) -> None:
         member.cohort = self
         self.members[member.request] = member
+        self.together.names[member.number] = member.request
 
     def part(self, leaving: Iterable[Member]) -> Cohort:
         """These requests by themselves, to go on where all are: they are over, or not in a step that others are in."""

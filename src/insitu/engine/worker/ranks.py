@@ -48,7 +48,7 @@ def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., A
     if taps is None:
         return (Follower if group.rank else Leader)(*about)
     if group.rank:
-        tapped = TappedFollower(*about, places=taps.places)
+        tapped = TappedFollower(*about, taps=taps)
     else:
         tapped = TappedLeader(*about, taps=taps, repeatable=install.is_repeatable(runner))
     taps.shown = tapped.pass_by

@@ -85,7 +85,7 @@ class V1Adapter(Adapter):
             return original(*args, **kwargs)
         rows = self.token_rows(self.order(), self._scheduled, _rows_in(kwargs))
         if self.tapped:
-            self.at_taps.open_compiled(rows)
+            self.at_taps.open_compiled(rows, self.spans)
             output = original(*args, **kwargs)
             if not self.at_taps.after_compiled():
                 return output

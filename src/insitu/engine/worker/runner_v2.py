@@ -76,7 +76,10 @@ class V2Adapter(Adapter):
         if self.waits_in_forward or self.tapped:
             total = batch.num_tokens_after_padding
             self._rows = self.token_rows(batch.req_ids, scheduled.num_scheduled_tokens, total)
-            (self.at_taps.open_compiled if self.tapped else self.interleaver.open)(self._rows)
+            if self.tapped:
+                self.at_taps.open_compiled(self._rows, self.spans)
+            else:
+                self.interleaver.open(self._rows)
         return batch
 
     def _path(self) -> Mapping[str, Any]:

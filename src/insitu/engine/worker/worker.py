@@ -142,10 +142,11 @@ class InsituWorker:
 
     def insitu_taps(self) -> dict[Place, bool]:
         interleaver = self._insitu.interleaver
+        faults = interleaver.faults() if isinstance(interleaver, TappedInterleaver) else ()
         if isinstance(interleaver, TappedLeader):
             for refusal in interleaver.wholes.others.values():
                 raise refusal
-        return taps.passed(self.model_runner)  # type: ignore[attr-defined]
+        return taps.passed(self.model_runner, faults)  # type: ignore[attr-defined]
 
     def insitu_use_taps(self, use: bool) -> None:
         self._insitu.interleaver.in_use = use
