@@ -153,7 +153,7 @@ class Table:
             value = sum(parts[1:], parts[0]) if summed else parts[part]
             edits.apply(value)
             for number, each in enumerate(given):
-                each[rows] = value if number == part else each[rows] * (not summed)
+                each[rows] = value.to(each) if number == part else each[rows] * (not summed)
         pairs = zip((*edited, *copies), given * 2, strict=True)
         return max(((one.float() - two.float()).norm() / two.float().norm()).item() for one, two in pairs)
 
