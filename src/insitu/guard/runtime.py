@@ -15,7 +15,7 @@ from RestrictedPython.Guards import guarded_iter_unpack_sequence, guarded_unpack
 from insitu.block import Saves
 from insitu.block.saves import SAVE_NAME
 from insitu.guard.allowed import Allowed, Kind
-from insitu.guard.attributes import attribute, require_stateless, settable
+from insitu.guard.attributes import attribute, require_stateless
 from insitu.guard.builtins import Builtins
 from insitu.guard.errors import Exceeded, LimitError, NotAllowedError, catchable
 from insitu.guard.kinds import is_of
@@ -25,6 +25,7 @@ from insitu.guard.methods import data_size
 from insitu.guard.operators import Operators, walked
 from insitu.guard.text import formatted, make_plain
 from insitu.guard.watch import Watch
+from insitu.guard.writer import Writer
 from insitu.run import tensors_of, traps
 from insitu.tree import LayerStream, Node, current
 from insitu.tree.cache import Cache, Cached
@@ -149,7 +150,7 @@ class Runtime:
     def item(self, value: Any, index: Any) -> Any:
         self.meter.tick()
         if isinstance(value, torch.Tensor):
-            return value[self._index(index)]
+            return value[self.index(index)]
         if isinstance(value, dict):
             return value[self.operators.hashable(index)]
         if isinstance(value, (list, tuple, str, bytes, range)):
@@ -161,7 +162,7 @@ class Runtime:
             return self.taken(value[index])
         raise NotAllowedError(f"a {type(value).__name__} has no items for a restricted block")
 
-    def _index(self, index: Any) -> Any:
+    def index(self, index: Any) -> Any:
         """An index of a tensor, whose lists torch makes tensors of."""
         if isinstance(index, (list, tuple)):
             self.operators.walk(index)
@@ -342,50 +343,6 @@ class Runtime:
     def formatted(self, value: Any, conversion: int, spec: str) -> str:
         self.meter.tick()
         return formatted(value, conversion, spec, self.meter)
-
-
-class Writer:
-    """What stands for a value where something in it is assigned."""
-
-    __slots__ = ("_runtime", "_value")
-
-    def __init__(self, runtime: Runtime, value: Any) -> None:
-        object.__setattr__(self, "_runtime", runtime)
-        object.__setattr__(self, "_value", value)
-
-    def __setattr__(self, name: str, new: Any) -> None:
-        runtime, value = object.__getattribute__(self, "_runtime"), object.__getattribute__(self, "_value")
-        runtime.meter.tick()
-        if name not in settable(value):
-            raise NotAllowedError(f"`{name}` of a {type(value).__name__} can't be assigned in a restricted block")
-        runtime.operators.given(new)
-        setattr(value, name, new)
-
-    def __setitem__(self, index: Any, new: Any) -> None:
-        runtime, value = object.__getattribute__(self, "_runtime"), object.__getattribute__(self, "_value")
-        runtime.meter.tick()
-        if isinstance(value, dict):
-            value[runtime.operators.hashable(index)] = new
-        elif isinstance(value, list):
-            if isinstance(index, slice):
-                new = list(runtime.iterable(new))
-                runtime.meter.items(len(value) + len(new))
-            value[index] = new
-        elif isinstance(value, runtime.writable):
-            runtime.operators.given(index, new)
-            value[runtime._index(index)] = new
-        else:
-            raise NotAllowedError(f"items of a {type(value).__name__} can't be assigned in a restricted block")
-
-    def __delitem__(self, index: Any) -> None:
-        runtime, value = object.__getattribute__(self, "_runtime"), object.__getattribute__(self, "_value")
-        runtime.meter.tick(1 + len(value) // 64 if isinstance(value, list) else 1)
-        if not isinstance(value, (dict, list)):
-            raise NotAllowedError(f"items of a {type(value).__name__} can't be deleted in a restricted block")
-        del value[runtime.operators.hashable(index) if isinstance(value, dict) else index]
-
-    def __delattr__(self, name: str) -> None:
-        raise NotAllowedError(f"`{name}` can't be deleted in a restricted block")
 
 
 def _require_keywords(name: str, named: Mapping[str, Any]) -> None:
