@@ -122,8 +122,8 @@ def measured(model: Any, count: int) -> dict[str, Counter[str]]:
 def tapped() -> None:
     """Calls in each step, by how many more a request makes with 16 steps than with one."""
     from tests import models
+    from tests.engine.cohorts import host_of
     from tests.engine.taps import recorded
-    from tests.engine.test_cohorts import host_of
 
     table = Table("requests", "work", "calls a request and step", "more than plain vLLM", "of them insitu's own")
     settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 256, "taps": ["resid_post[1]"]}

@@ -56,7 +56,9 @@ class Case(NamedTuple):
 
 
 def as_chosen(run: Callable[[Any, Batch], Any], together: bool, model: Any, prompts: Batch) -> Any:
-    model.vllm_entrypoint.collective_rpc(lambda worker: setattr(worker.insitu_host, "together", together))
+    from tests.engine.cohorts import run_together
+
+    run_together(model, together)
     return run(model, prompts)
 
 

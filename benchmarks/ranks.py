@@ -103,7 +103,7 @@ def seconds(model: Any, run: Callable[[], object]) -> list[float]:
 
 def main(count: int, lies: str) -> None:
     from tests import models
-    from tests.engine.test_cohorts import run_together
+    from tests.engine.cohorts import run_together
 
     table = Table("work", "insitu's own calls a request, by rank", "messages", "CPU time of ranks and client, ms")
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 256}

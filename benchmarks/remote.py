@@ -37,6 +37,7 @@ from insitu.engine.server.routes import router
 from insitu.engine.server.traces import Traces
 from insitu.net import Keys
 from tests import models
+from tests.engine.cohorts import may_be_together
 
 _CHUNK = 1 << 20
 _ROUNDS, _EACH, _TRACES = 20, 5, 5
@@ -125,10 +126,6 @@ async def compare_many(folder: str, counts: list[int]) -> None:
                     each = f"{1000 * seconds / count:.2f}", f"{calls / count:.0f}"
                     table.add_row(str(count), what, runs, f"{statistics.median(took):.2f}", *each)
     Console().print(table)
-
-
-def may_be_together(worker: Any, together: bool) -> None:
-    worker.insitu_host.together = together
 
 
 def count_calls(worker: Any, begin: bool) -> int:

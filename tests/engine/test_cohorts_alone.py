@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from insitu import VLLM, UnsavedWarning
-from tests.engine.test_cohorts import GREEDY, PROMPTS, alone_and_together, counted, same
+from tests.engine.cohorts import GREEDY, PROMPTS, alone_and_together, counted, same
 
 pytestmark = pytest.mark.usefixtures("several_threads")
 

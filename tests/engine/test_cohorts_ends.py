@@ -11,8 +11,8 @@ import torch
 
 from insitu import VLLM, LimitError
 from insitu.guard import GuardLimits
+from tests.engine.cohorts import PROMPTS, alone_and_together, counted, same
 from tests.engine.remote import trace
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, same
 from tests.engine.test_cohorts_restricted import run
 
 pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("no_edits_left", "several_threads")]

@@ -11,7 +11,7 @@ import torch
 
 from insitu import VLLM
 from insitu.run.sending import Sender
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, host_of, same
+from tests.engine.cohorts import PROMPTS, alone_and_together, counted, host_of, same
 from tests.engine.test_cohorts_steps import BLOCKS, GREEDY
 
 pytestmark = [pytest.mark.in_process, pytest.mark.slow, pytest.mark.usefixtures("several_threads")]

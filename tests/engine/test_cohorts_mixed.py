@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from insitu import VLLM
+from tests.engine.cohorts import PROMPTS, alone_and_together, at_hand, counted, host_of, same
 from tests.engine.edits import steer, tokens_of
 from tests.engine.helpers import completed, enqueue
 from tests.engine.test_abort import before_steps
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, at_hand, counted, host_of, same
 
 pytestmark = pytest.mark.usefixtures("no_edits_left", "several_threads")
 

@@ -20,9 +20,10 @@ from insitu.net import CodeSource
 from insitu.net.form import parsed
 from insitu.net.form_block import form_block
 from tests.engine import remote
+from tests.engine.cohorts import PROMPTS, alone_and_together, counted, same
 from tests.engine.helpers import completed, enqueue
 from tests.engine.remote import trace
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, programs, same, saved_in, trace_of
+from tests.engine.test_cohorts import programs, saved_in, trace_of
 
 pytestmark = [pytest.mark.in_process, pytest.mark.usefixtures("no_edits_left", "several_threads")]
 

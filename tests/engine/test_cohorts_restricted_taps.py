@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from insitu import VLLM
+from tests.engine.cohorts import PROMPTS, alone_and_together, counted
 from tests.engine.remote import trace
 from tests.engine.taps import assert_same, recorded
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted
 from tests.engine.test_cohorts_restricted import FORMS, STEPS, WIDTH, drawn, form_of, left
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from insitu import VLLM, NotReachedError
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, same, trace_of
+from tests.engine.cohorts import PROMPTS, alone_and_together, counted, same
+from tests.engine.test_cohorts import trace_of
 from tests.models import LAYERS
 
 pytestmark = pytest.mark.usefixtures("several_threads")

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from insitu import VLLM
+from tests.engine.cohorts import PROMPTS, alone_and_together, counted, host_of
 from tests.engine.edits import tokens_of
 from tests.engine.helpers import completed, enqueue
 from tests.engine.taps import assert_same, recorded, taps_of
 from tests.engine.test_abort import before_steps
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, counted, host_of, trace_of
+from tests.engine.test_cohorts import trace_of
 from tests.engine.test_cohorts_steps import (
     BLOCKS,
     GREEDY,

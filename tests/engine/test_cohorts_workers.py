@@ -10,8 +10,8 @@ import torch
 
 from insitu import VLLM
 from insitu.run.sending import Sender
+from tests.engine.cohorts import PROMPTS, counted
 from tests.engine.taps import assert_same
-from tests.engine.test_cohorts import PROMPTS, counted
 from tests.engine.test_cohorts_home import tensors_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]

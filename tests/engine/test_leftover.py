@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from insitu.engine.worker.leftover import Leftover
+from tests.engine.cohorts import host_of
 from tests.engine.helpers import own_engine, plain
-from tests.engine.test_cohorts import host_of
 
 PROMPTS = [[5, 90, 33, 400, 17], [31, 7, 7, 12, 9, 250, 8], [44], [6, 300, 21]]
 SETTINGS = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}

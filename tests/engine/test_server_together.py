@@ -12,8 +12,8 @@ import torch
 
 from insitu import LimitError
 from tests.engine import served
+from tests.engine.cohorts import same
 from tests.engine.served import ANN, BEN, KEY, Server, key_file
-from tests.engine.test_cohorts import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 PROMPTS = [[5 + number % 7, *range(5, 8 + number % 5)] for number in range(48)]

@@ -10,9 +10,9 @@ import pytest
 
 from insitu.block import InsituError, LocationError, UnknownModuleError
 from tests.engine import test_cohorts
+from tests.engine.cohorts import alone_and_together, counted
 from tests.engine.helpers import own_engine, plain
 from tests.engine.taps import PROMPTS, SETTINGS, Block, as_if_recorded, assert_same, name_of
-from tests.engine.test_cohorts import alone_and_together, counted
 from tests.engine.test_cohorts_steps import GREEDY, adds_up, reads_every_step, steers_every_step
 from tests.engine.test_taps import BLOCKS, in_one_batch, read_streams
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from insitu import VLLM
+from tests.engine.cohorts import PROMPTS, alone_and_together, same
 from tests.engine.taps import assert_same, recorded
-from tests.engine.test_cohorts import PROMPTS, alone_and_together, same
 from tests.engine.test_cohorts_steps import GREEDY, WIDTH
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process, pytest.mark.usefixtures("several_threads")]
