@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import models
+from tests.forked import Command, ran
 
 pytestmark = [pytest.mark.in_process, pytest.mark.slow, pytest.mark.timeout(900)]
 SHARD = 50_000  # ends within a window
@@ -33,26 +33,13 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
-    tiny = models.tiny("llama")
     engine = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     settings = ["--at", "resid_post[1:3]", "--shard-bytes", str(SHARD), "--window-tokens", "40", *more, *engine]
-    return [
-        sys.executable,
-        "-m",
-        "insitu.cli",
-        "capture",
-        "--model",
-        tiny,
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-        *settings,
-    ]
+    return ["capture", "--model", models.tiny("llama"), "--data", str(data), "--out", str(out), *settings]
 
 
 def run(data: Path, out: Path, *more: str) -> str:
-    done = subprocess.run(command(data, out, *more), capture_output=True, text=True, timeout=300)
+    done = ran(*command(data, out, *more))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -73,10 +60,10 @@ def test_killed_and_run_again_it_is_as_if_nothing_had_been(data: Path, whole: Pa
     assert total >= 8
     kills = 0
     for wanted in (1, total // 2):
-        process = subprocess.Popen(command(data, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = Command(command(data, out), output=[os.devnull, os.devnull])
         while shards(out) < wanted and process.poll() is None:
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
         assert wanted <= shards(out) < total
     assert kills == 2

@@ -17,21 +17,10 @@ import tempfile
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
 
+from tests import forked
 from tests.docs import pages
 
-IMPORTS = (
-    "torch",
-    "transformers",
-    "insitu.recipes",
-    "insitu.engine.client.model",
-    "insitu.engine.client.async_model",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-)
 LIMIT = 280
 
 
@@ -76,12 +65,13 @@ class Warm:
 
 
 def main() -> None:
-    conftest: Any = importlib.import_module("tests.conftest")  # its settings for vLLM
+    importlib.import_module("tests.conftest")  # its settings for vLLM
     os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "INSITU_CPU_KVCACHE_BYTES": str(2**29)}
-    for name in IMPORTS:
+    for name in forked.IMPORTS:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a process with threads can't be forked"
-    conftest.keep_imports()
+    forked.look_at_models_here()
+    forked.keep_imports()
     for line in sys.stdin:
         page, result, log = json.loads(line)
         child = os.fork()

@@ -12,10 +12,10 @@ import torch
 import insitu
 from insitu import VLLM
 from tests import models
+from tests.engine.cohorts import alone_and_together, counted, same
 from tests.engine.edits import tokens_of
 from tests.engine.helpers import completed, enqueue, own_engine
 from tests.engine.test_abort import before_steps
-from tests.engine.test_cohorts import alone_and_together, counted, same
 from tests.engine.test_cohorts_mixed import MANY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60, method="thread", func_only=True)]

@@ -15,11 +15,11 @@ import torch
 
 from insitu import VLLM
 from insitu.block import LocationError
+from tests.engine.cohorts import alone_and_together, counted, run_together
 from tests.engine.edits import steer, tokens_of
 from tests.engine.helpers import completed, enqueue
 from tests.engine.taps import PROMPTS, SETTINGS, Block, as_if_recorded, assert_same, name_of
 from tests.engine.test_abort import before_steps
-from tests.engine.test_cohorts import alone_and_together, counted, run_together
 from tests.engine.test_cohorts_steps import WIDTH, steers_every_step
 from tests.engine.test_cohorts_taps import ELSE, IN_TABLES, edits_what_was_left, own_directions, own_vectors
 from tests.engine.test_taps import IN_TABLES as IN_TABLES_ALONE

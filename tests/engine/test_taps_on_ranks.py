@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from insitu.block import InsituError, LocationError, UnknownModuleError
-from tests.engine import test_cohorts
+from tests.engine import cohorts
 from tests.engine.cohorts import alone_and_together, counted
 from tests.engine.helpers import own_engine, plain
 from tests.engine.taps import PROMPTS, SETTINGS, Block, as_if_recorded, assert_same, name_of
@@ -52,9 +52,9 @@ def test_blocks_of_all_kinds_in_one_batch(model: Any, llama: Any) -> None:
 def test_a_block_runs_once_for_many(model: Any, made: Callable[[Any], Callable[[Any], Any]]) -> None:
     with counted(model) as counts:
         alone, together = alone_and_together(
-            model, lambda: model.run(made(model), test_cohorts.PROMPTS, ignore_eos=True, **GREEDY)
+            model, lambda: model.run(made(model), cohorts.PROMPTS, ignore_eos=True, **GREEDY)
         )
-    assert counts == [len(test_cohorts.PROMPTS), 2 * len(test_cohorts.PROMPTS)]
+    assert counts == [len(cohorts.PROMPTS), 2 * len(cohorts.PROMPTS)]
     assert_same(together, alone, made.__name__)
 
 

@@ -18,8 +18,8 @@ import torch
 import insitu
 from tests import models
 from tests.engine import test_taps
+from tests.engine.cohorts import alone_and_together, counted, same
 from tests.engine.taps import PLACES
-from tests.engine.test_cohorts import alone_and_together, counted, same
 from tests.gpu import ranks
 from tests.gpu.ranks import BLOCKS, VOCABULARY, experts, largest_difference, tensors_of
 
