@@ -484,6 +484,52 @@ def test_blocks_of_other_kinds_in_the_same_steps(model: VLLM, llama: VLLM, besid
         assert_same(found, wanted, f"{what}, beside {beside}")
 
 
+OTHER_WAYS = ["leaves the taps", "edits elements", "calls a module"]
+
+
+def mixed(model: VLLM, other: str) -> Any:
+    """Some requests' blocks can be done by tables, those of others can't."""
+    with model.trace(temperature=0.0, ignore_eos=True, max_tokens=5) as tracer:
+        for number in range(12):
+            if number % 3 == 1:
+                with tracer.invoke([*PROMPTS[number % 6], 10 + number]):
+                    odd = [].save()
+                    for step in tracer.iter[:]:
+                        if other == "edits elements":
+                            model.resid_post[2][:, ::2] = 0
+                            odd.append(model.resid_post[3].cummax(0)[0])
+                        elif other == "calls a module":
+                            odd.append(model.unembed(model.resid_post[0][-1:]))
+                        else:
+                            odd.append(model.resid_post[2].cummax(0)[0])
+                            if step > 2:
+                                odd.append(model.model.layers[3].mlp.down_proj.output[0].cummax(0)[0])
+                        odd.append(model.logits)
+            else:
+                with tracer.invoke([*PROMPTS[number % 6], 10 + number]):
+                    even = [].save()
+                    for _ in tracer.iter[:]:
+                        model.resid_post[1] *= 2
+                        even.append(model.resid_post[1])
+                        model.resid_post[3] *= 0.5
+                        even.append(model.logits[0])
+    return odd, even  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+@pytest.mark.parametrize("other", OTHER_WAYS)
+@pytest.mark.parametrize("together", [True, False])
+def test_steps_that_go_other_ways_beside_edits_of_tables(
+    model: VLLM, llama: VLLM, monkeypatch: pytest.MonkeyPatch, other: str, together: bool
+) -> None:
+    wanted = mixed(llama, other)
+    taps_of(model).shown.__self__._habits._known.clear()  # nothing is known of what the blocks do
+    monkeypatch.setattr(host_of(model), "together", together)
+    with counted(model) as counts:
+        for _ in range(2):
+            assert_same(mixed(model, other), wanted, other)
+    assert bool(counts[0]) is together
+
+
 @pytest.mark.usefixtures("no_edits_left")
 @pytest.mark.parametrize("saving", [False, True])
 def test_an_edit_beside_many_requests(model: VLLM, llama: VLLM, saving: bool) -> None:

@@ -21,7 +21,15 @@ from tests.engine.helpers import completed, enqueue
 from tests.engine.taps import PROMPTS, SETTINGS, Block, as_if_recorded, assert_same, name_of
 from tests.engine.test_abort import before_steps
 from tests.engine.test_cohorts_steps import WIDTH, steers_every_step
-from tests.engine.test_cohorts_taps import ELSE, IN_TABLES, edits_what_was_left, own_directions, own_vectors
+from tests.engine.test_cohorts_taps import (
+    ELSE,
+    IN_TABLES,
+    OTHER_WAYS,
+    edits_what_was_left,
+    mixed,
+    own_directions,
+    own_vectors,
+)
 from tests.engine.test_taps import IN_TABLES as IN_TABLES_ALONE
 from tests.engine.test_taps_ahead import AHEAD, add_and_keep
 
@@ -148,31 +156,7 @@ def test_requests_that_begin_while_others_are_edited(model: VLLM, llama: VLLM) -
     assert model.stats().table_edits > before
 
 
-def mixed(model: VLLM, other: str) -> Any:
-    """Some requests' blocks can be done by tables, those of others can't."""
-    with model.trace(temperature=0.0, ignore_eos=True) as tracer:
-        for number in range(12):
-            with tracer.invoke([*PROMPTS[number % 4], 10 + number], max_tokens=5):
-                seen = [].save()
-                for step in tracer.iter[:]:
-                    if number % 3 != 1:
-                        model.resid_post[1] += V
-                        seen.append(model.resid_post[1])
-                        model.resid_post[3] *= 0.5
-                    elif other == "leaves the taps":
-                        seen.append(model.resid_post[2].cummax(0)[0])
-                        if step > 2:
-                            seen.append(model.model.layers[3].mlp.down_proj.output[0].cummax(0)[0])
-                    elif other == "edits elements":
-                        model.resid_post[2][:, ::2] = 0
-                        seen.append(model.resid_post[3].cummax(0)[0])
-                    else:
-                        seen.append(model.unembed(model.resid_post[0][-1:]))
-                    seen.append(model.logits)
-    return seen
-
-
-@pytest.mark.parametrize("other", ["leaves the taps", "edits elements", "calls a module"])
+@pytest.mark.parametrize("other", OTHER_WAYS)
 def test_steps_that_go_other_ways_beside_edits_of_tables(model: VLLM, llama: VLLM, other: str) -> None:
     wanted = mixed(llama, other)
     for together in (True, False, True, False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -354,3 +354,81 @@ def test_reads_at_taps_leave_the_graphs_on(model: Any, kind: str) -> None:
         model.run(functools.partial(test_taps.read_streams, model), PROMPTS[0], **SETTINGS)
         after = model.stats()
     assert (after.eager_steps - before.eager_steps, after.tapped_steps - before.tapped_steps) == (0, 3)
+
+
+VECTORS = torch.randn(256, ranks.WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def own_vectors(model: Any, lengths: Sequence[int]) -> Any:
+    with model.trace(**SETTINGS) as tracer:
+        for number, length in enumerate(lengths):
+            prompt, vector = PROMPTS[number % 4], VECTORS[number]
+            with tracer.invoke([*prompt, 10 + number], max_tokens=length):
+                seen = [].save()
+                for _ in tracer.iter[:]:
+                    model.resid_post[0] *= 0.5
+                    stream = model.resid_post[1]
+                    stream += vector.to(stream)
+                    seen.append(model.resid_post[3][-1])
+                    seen.append(model.logits)
+    return seen
+
+
+def adds_and_scales(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        stream = model.resid_post[1]
+        stream += torch.linspace(-2, 2, stream.shape[-1]).to(stream)
+        later = model.resid_post[2]
+        later *= 0.5
+        seen += [model.resid_post[3], model.logits]
+    return seen
+
+
+def takes_a_direction_out(model: Any, tracer: Any) -> Any:
+    seen = []
+    for _ in tracer.iter[:]:
+        stream = model.resid_post[1]
+        unit = torch.linspace(-1, 1, stream.shape[-1]).to(stream) / 13
+        stream -= (stream @ unit).unsqueeze(-1) * unit
+        seen += [stream, model.resid_post[3], model.logits]
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [[6] * 4, [6] * 64, [2 + 7 * i % 11 for i in range(256)]], ids=[4, 64, 256])
+def test_vectors_of_their_own_are_added_by_the_tables_of_both(
+    engines: tuple[Any, Any], kind: str, lengths: list[int]
+) -> None:
+    if kind != "tapped llama":
+        pytest.skip("has none")
+    model, one = engines
+    wanted = own_vectors(one, lengths)
+    for number in range(2):
+        before = model.stats()
+        found = own_vectors(model, lengths)
+        after = model.stats()
+        print(f"vectors of their own: {largest_difference(found, wanted, 'vectors', BOUND):.1e}")
+        edited = after.table_edits - before.table_edits
+        print(f"{edited} rows by tables, {after.eager_steps - before.eager_steps} eager steps")
+        assert edited > 0 or not number
+
+
+def test_an_edit_is_done_by_the_tables_of_both_beside_untraced_requests(engines: tuple[Any, Any], kind: str) -> None:
+    from vllm import SamplingParams
+
+    if kind != "tapped llama":
+        pytest.skip("has none")
+    model, one = engines
+    untraced = [{"prompt_token_ids": [3 + i, 9, 77]} for i in range(64)]
+    llm = model.vllm_entrypoint
+    for block in (adds_and_scales, takes_a_direction_out):
+        for _ in range(3):  # the first times it is learnt what the block does
+            llm.enqueue(untraced, SamplingParams(**{**SETTINGS, "max_tokens": 12}), use_tqdm=False)
+            before = model.stats()
+            compare(engines, block, f"tables, {block.__name__}", PROMPTS * 8, steps=8)
+            after = model.stats()
+            edited = after.table_edits - before.table_edits
+            outputs = llm.wait_for_completion(use_tqdm=False)
+            assert [len(output.outputs[0].token_ids) for output in outputs] == [12] * 64
+        assert edited >= 32 * 6
+    assert model.in_flight() == one.in_flight() == 0
