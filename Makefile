@@ -6,9 +6,6 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= $(shell awk '/MemAvailable/ {print ($$2 > 16000000) ? 2 : 1}' /proc/meminfo 2>/dev/null || echo 1)
 SIDE_BY_SIDE := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
-# What Python compiles is kept, also where the environment says otherwise: there are hundreds of processes.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: help setup demo test test-ranks test-stages test-fast bench docs docs-output lint clean
 .DEFAULT_GOAL := help
 

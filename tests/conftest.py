@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 
 # Before anything imports vLLM, which reads them once.
 os.environ.update(
@@ -27,8 +29,6 @@ from typing import Any
 # can't make two syntax trees at once.
 import hypothesis  # noqa: F401
 import pytest
-
-from tests.forked import fork_engines, keep_imports, look_at_models_here
 
 
 @pytest.fixture(scope="session")
@@ -69,21 +69,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if any("engines" in getattr(item, "fixturenames", ()) for item in session.items):
-        look_at_models_here()
+def keep_imports() -> None:
+    """What is imported by now stays. An engine's start and its end look four times through all objects that may go,
+    half a second each; vLLM itself freezes them while it has an engine, and lets go of all when one ends."""
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def look_at_models_here() -> None:
+    """vLLM looks at a class of models that it has not met on this machine in a process of its own, lest that
+    touches a GPU: ten seconds of imports for each of fifty architectures."""
+    registry = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is not None:
+        vars(registry)["_run_in_subprocess"] = lambda function: function()
+
+
+def pytest_collection_finish() -> None:
     keep_imports()
-    if not any(item.get_closest_marker("gpu") for item in session.items):
-        fork_engines()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    if config.getoption("dist") != "loadfile":
-        return None
-    from tests.side_by_side import Scheduling
-
-    return Scheduling(config, log)
+    look_at_models_here()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import models
-from tests.forked import Command, ran
 
 pytestmark = [pytest.mark.in_process, pytest.mark.slow, pytest.mark.timeout(900)]
 SHARD = 50_000  # ends within a window
@@ -33,13 +33,26 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
+    tiny = models.tiny("llama")
     engine = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
     settings = ["--at", "resid_post[1:3]", "--shard-bytes", str(SHARD), "--window-tokens", "40", *more, *engine]
-    return ["capture", "--model", models.tiny("llama"), "--data", str(data), "--out", str(out), *settings]
+    return [
+        sys.executable,
+        "-m",
+        "insitu.cli",
+        "capture",
+        "--model",
+        tiny,
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        *settings,
+    ]
 
 
 def run(data: Path, out: Path, *more: str) -> str:
-    done = ran(*command(data, out, *more))
+    done = subprocess.run(command(data, out, *more), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -60,10 +73,10 @@ def test_killed_and_run_again_it_is_as_if_nothing_had_been(data: Path, whole: Pa
     assert total >= 8
     kills = 0
     for wanted in (1, total // 2):
-        process = Command(command(data, out), output=[os.devnull, os.devnull])
+        process = subprocess.Popen(command(data, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while shards(out) < wanted and process.poll() is None:
             time.sleep(0.001)
-        os.kill(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
         assert wanted <= shards(out) < total
     assert kills == 2

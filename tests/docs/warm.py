@@ -17,10 +17,21 @@ import tempfile
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
-from tests import forked
 from tests.docs import pages
 
+IMPORTS = (
+    "torch",
+    "transformers",
+    "insitu.recipes",
+    "insitu.engine.client.model",
+    "insitu.engine.client.async_model",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+)
 LIMIT = 280
 
 
@@ -65,13 +76,12 @@ class Warm:
 
 
 def main() -> None:
-    importlib.import_module("tests.conftest")  # its settings for vLLM
+    conftest: Any = importlib.import_module("tests.conftest")  # its settings for vLLM
     os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "INSITU_CPU_KVCACHE_BYTES": str(2**29)}
-    for name in forked.IMPORTS:
+    for name in IMPORTS:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a process with threads can't be forked"
-    forked.look_at_models_here()
-    forked.keep_imports()
+    conftest.keep_imports()
     for line in sys.stdin:
         page, result, log = json.loads(line)
         child = os.fork()

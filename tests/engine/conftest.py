@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from insitu.engine.check import check
-from insitu.engine.check.reference import Request, compute
 from tests.engine.helpers import Run, own_engine
 from tests.engine.taps import PLACES
 
@@ -42,14 +38,6 @@ def tapped_on_ranks(engines: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def compiled(engines: Any) -> Iterator[Any]:
-    """An engine whose model is compiled, without taps."""
-    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=4) as model:
-        assert model.vllm_entrypoint.llm_engine.vllm_config.compilation_config.mode != 0
-        yield model
-
-
-@pytest.fixture(scope="session")
 def in_worker(engines: Any) -> Iterator[Any]:
     """An engine that runs the model in a process of its own."""
     with own_engine(engines, "llama", engine="workers") as model:
@@ -64,22 +52,6 @@ def no_edits_left(request: pytest.FixtureRequest) -> Iterator[None]:
         model.clear_edits()
         assert model.edits() == []
         assert model.in_flight() == 0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def references_are_kept() -> Iterator[None]:
-    """What transformers is asked for by a check is computed once, since it takes a process of its own each time."""
-    found: dict[str, Any] = {}
-
-    def computed(request: Request) -> Any:
-        key = json.dumps(asdict(request))
-        if key not in found:
-            found[key] = compute(request)
-        return found[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "compute", computed)
-        yield
 
 
 @pytest.fixture(scope="module")

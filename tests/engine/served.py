@@ -20,7 +20,6 @@ import pytest
 import insitu
 from benchmarks.load import settled
 from tests import models
-from tests.forked import Command
 
 KEY = "a key for the tests"
 ANN, BEN = "the key of ann", "the key of ben"
@@ -30,12 +29,10 @@ INSITU = (sys.executable, "-m", "insitu.cli", "serve")
 
 
 class Server:
-    """That of ``insitu serve`` with these arguments, or of a ``command``, which takes it longer to start."""
-
     def __init__(
         self,
         *arguments: str,
-        command: Sequence[str] | None = None,
+        command: Sequence[str] = INSITU,
         environment: Mapping[str, str] | None = None,
         folder: str | None = None,
     ) -> None:
@@ -45,12 +42,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         settings = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--served-model-name", "tiny")
         settings += ("--kv-cache-memory-bytes", str(2**28))
-        whole = [folder or models.tiny("llama"), *settings, *arguments, "--port", str(self.port)]
-        self.process: Command | subprocess.Popen[bytes] = (
-            Command(["serve", *whole], environment)
-            if command is None
-            else subprocess.Popen([*command, *whole], start_new_session=True, env=environment)
-        )
+        whole = [*command, folder or models.tiny("llama"), *settings, *arguments, "--port", str(self.port)]
+        self.process = subprocess.Popen(whole, start_new_session=True, env=environment)
         try:
             self.wait()
         except BaseException:

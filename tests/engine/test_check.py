@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,6 @@ from insitu.run.attention import Kernel
 from insitu.run.served import Rows
 from tests import models
 from tests.engine.helpers import PROMPT, own_engine
-from tests.forked import ran
 from tests.models import LAYERS, tiny
 
 pytestmark = pytest.mark.in_process
@@ -193,13 +195,13 @@ def test_a_real_model_passes(smollm2: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_command() -> None:
-    command = ["check", tiny("llama"), "--dtype", "float32", "--enforce-eager"]
-    done = ran(*command, "--max-model-len", "128")
+def test_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "insitu.cli", "check", tiny("llama"), "--dtype", "float32", "--enforce-eager"]
+    done = subprocess.run([*command, "--max-model-len", "128"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "passed: " in done.stdout
     assert "resid_post" in done.stdout
-    done = ran(*command, "--max-modle-len", "128")
+    done = subprocess.run([*command, "--max-modle-len", "128"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert "did you mean `max_model_len`?" in done.stderr
 

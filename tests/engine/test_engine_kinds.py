@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.in_process]  # an engine for nearly 
 
 def tokens_of(output: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def compiled(engines: Any) -> Iterator[Any]:
+    with own_engine(engines, "llama", enforce_eager=False, max_num_seqs=4) as model:
+        assert model.vllm_entrypoint.llm_engine.vllm_config.compilation_config.mode != 0
+        yield model
 
 
 def test_values_and_edits_in_a_compiled_engine(compiled: Any) -> None:

@@ -108,14 +108,14 @@ def test_the_pattern_is_that_of_the_keys_in_the_cache(engines: Any, dtype: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.in_process
-def test_in_compiled_engines_too(compiled: Any) -> None:
-    steps(compiled, LONG, 3)
-    before = compiled.stats().eager_steps
-    with compiled.trace(PROMPT, max_tokens=6, **GREEDY):
-        pattern = compiled.attn_pattern[1].save()
-    assert pattern.shape[1] == len(ids_of("llama"))
-    assert compiled.stats().eager_steps == before + 1, "keys are recorded only for blocks that get to later steps"
+def test_in_compiled_engines_too(engines: Any) -> None:
+    with own_engine(engines, "llama", enforce_eager=False) as model:
+        steps(model, LONG, 3)
+        before = model.stats().eager_steps
+        with model.trace(PROMPT, max_tokens=6, **GREEDY):
+            pattern = model.attn_pattern[1].save()
+        assert pattern.shape[1] == len(ids_of("llama"))
+        assert model.stats().eager_steps == before + 1, "keys are recorded only for blocks that get to later steps"
 
 
 @pytest.mark.slow

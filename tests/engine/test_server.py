@@ -23,7 +23,7 @@ from insitu.net import CONTENT_TYPE
 from tests import models
 from tests.engine import served
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.served import INSITU, KEY, Server
+from tests.engine.served import KEY, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
@@ -223,7 +223,7 @@ def test_several_fronts_are_refused(arguments: list[str], said: str, capsys: pyt
 
 
 def test_a_killed_engine_is_an_error_and_an_unhealthy_server() -> None:
-    server = Server(command=INSITU)
+    server = Server()
     model = insitu.connect(server.url)
     errors: list[BaseException] = []
 

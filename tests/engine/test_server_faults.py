@@ -22,7 +22,7 @@ from benchmarks.serving import Held, left_over
 from tests import models
 from tests.engine import served
 from tests.engine.helpers import PROMPT, assert_close, hf_stream, ids_of
-from tests.engine.served import INSITU, KEY, Server, key_file
+from tests.engine.served import KEY, Server, key_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_process]
 
@@ -152,7 +152,7 @@ def test_a_client_that_is_gone_at_any_moment_leaves_nothing(server: Server, mode
 
 def test_a_killed_worker_is_an_error_for_all_and_an_unhealthy_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # so that the worker is a process of its own
-    server = Server(command=INSITU)
+    server = Server()
     model = insitu.connect(server.url)
     errors: list[BaseException] = []
 

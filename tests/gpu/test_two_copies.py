@@ -18,7 +18,7 @@ import insitu
 from tests import models
 from tests.engine import served
 from tests.engine.helpers import at_once
-from tests.engine.served import INSITU, KEY, Server
+from tests.engine.served import KEY, Server
 from tests.gpu import ranks
 from tests.gpu.ranks import VOCABULARY, largest_difference
 
@@ -59,8 +59,7 @@ def one(folder: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(folder: str, one: Any) -> Iterator[Server]:
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    made = Server(*SERVED, command=INSITU, folder=folder, environment=environment)
+    made = Server(*SERVED, folder=folder, environment={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     yield made
     made.close()
 
