@@ -396,6 +396,64 @@ def test_more_vectors_than_tables_have_room_for_are_added_in_pieces(
             assert bool(tapped.stats().table_edits - before) is tables, count
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_more_vectors_than_there_is_room_for_beside_blocks_that_wait(
+    tapped: VLLM, llama: VLLM, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Steps run in pieces anyhow, for those whose edits tables can't do."""
+
+    def beside_edits_of_elements(model: VLLM) -> Any:
+        given = torch.randn(14, 5, WIDTH, generator=torch.Generator().manual_seed(5))
+        with model.trace(**GREEDY, ignore_eos=True) as tracer:
+            for number in range(16):
+                with tracer.invoke([*PROMPTS[number % len(PROMPTS)], number]):
+                    seen = [].save()
+                    for _ in tracer.iter[:]:
+                        if number < 14:
+                            model.resid_post[0] += given[number, 0]
+                            x = model.resid_post[1]
+                            x -= torch.outer(x @ given[number, 1], given[number, 2]) / 64
+                            model.resid_post[2] += given[number, 3]
+                            model.resid_post[3][:] -= given[number, 4]
+                        else:
+                            model.resid_post[2][:, ::2] = 0
+                        seen.append(model.logits)
+        return seen
+
+    for model in (tapped, llama):
+        monkeypatch.setattr(host_of(model), "together", together)
+    wanted = beside_edits_of_elements(llama)
+    with recorded(tapped):
+        taps = taps_of(tapped)
+        room, in_graph = taps.shown.__self__, taps.in_graph
+        monkeypatch.setattr(taps, "in_graph", lambda tensor: room.one_graph and in_graph(tensor))
+        for _ in range(3):
+            assert_same(beside_edits_of_elements(tapped), wanted, "70 vectors of 64")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_vector_that_numpy_changes_between_traces(
+    model: VLLM, llama: VLLM, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    for engine in (model, llama):
+        monkeypatch.setattr(host_of(engine), "together", together)
+    vector = torch.zeros(WIDTH)
+
+    def steered(engine: VLLM) -> Any:
+        def block(tracer: Any) -> Any:
+            logits = []
+            for _ in tracer.iter[:]:
+                engine.resid_post[1] += vector
+                logits.append(engine.logits)
+            return logits
+
+        return engine.run(block, PROMPTS, **GREEDY, ignore_eos=True)
+
+    for number in range(4):
+        vector.numpy()[:] = OWN[number]  # no version tells of it
+        assert_same(steered(model), steered(llama), f"vector {number}")
+
+
 def own_vectors(model: VLLM, lengths: list[int], stops: list[int] | None = None) -> Any:
     with model.trace(temperature=0.0, stop_token_ids=stops or []) as tracer:
         for prompt, vector, length in zip(PROMPTS, OWN, lengths, strict=True):

@@ -71,7 +71,7 @@ class TappedInterleaver(GoingAhead):
         path = self._chosen() if waits else Path.TAPPED if self.ahead.now else Path.PLAIN
         promised = self.ahead.edits()
         self._edits = self._all_edits() if path is Path.TAPPED else promised
-        fits = path is not Path.TAPPED or self._taps.fits(self._edits)
+        fits = path not in (Path.TAPPED, Path.OPEN) or self._taps.fits(self._edits)
         if not fits:
             path, self._edits = Path.OPEN, promised
         if path is not Path.TAPPED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,12 +42,14 @@ class Vectors:
         return len({id(vector) for vector in vectors}) <= self.memory.shape[0]
 
     def hold(self, vectors: Sequence[torch.Tensor]) -> list[int]:
-        """Gives these vectors slots, if need be those of others. Returns the slots that were filled now."""
+        """Gives these vectors slots, and takes those of all others, which may be changed from now on in ways that no
+        version tells of, as by NumPy. Returns the slots that were filled now."""
         keys = {(id(vector), vector._version): vector for vector in vectors}
+        for key in self._slots.keys() - keys.keys():
+            self._free.append(self._slots.pop(key)[0])
         missing = {key: vector for key, vector in keys.items() if key not in self._slots}
         if not missing:
             return []
-        self._make_room(len(missing), keys.keys())
         for key, vector in missing.items():
             self._slots[key] = (self._free.pop(), vector)  # held, so that its id stays its own
         filled = [self._slots[key][0] for key in missing]
@@ -65,12 +67,6 @@ class Vectors:
         given = self.memory[index]
         broadcast(given)
         self.memory[index] = given
-
-    def _make_room(self, count: int, kept: Collection[tuple[int, int]]) -> None:
-        for key in [key for key in self._slots if key not in kept]:
-            if len(self._free) >= count:
-                return
-            self._free.append(self._slots.pop(key)[0])
 
 
 def _sample(number: int, vector: torch.Tensor, along: torch.Tensor, onto: torch.Tensor) -> Affine:
