@@ -112,11 +112,14 @@ def test_large_rows_share_pieces_and_nothing_else(dtype: torch.dtype, counts: li
     wanted = packed.unbind() if counts is None else packed.split(counts)
     assert all(torch.equal(a, b) and a.shape == b.shape for a, b in zip(found, wanted, strict=True))
     assert all(each.untyped_storage().nbytes() == each.nbytes and not each.is_inference() for each in found)
+    assert not any(each._is_view() for each in found)  # which can't be detached in place
     found[0].zero_()
     assert all(torch.equal(a, b) for a, b in zip(found[1:], wanted[1:], strict=True))
     rest = found[-1]
-    del parcel, found
-    assert one._pinned.used <= max(2**23, rest.nbytes)  # one piece is held by the last
+    del parcel
+    assert one._pinned.used == packed.nbytes
+    del found
+    assert rest.nbytes <= one._pinned.used <= max(2**23, rest.nbytes)  # one piece is held by the last
     del rest
     assert one._pinned.used == 0
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 _PIECE = 2**23
@@ -80,9 +81,14 @@ def pieces_of(
     yield tensor[start:end], None if counts is None else lengths[first:]
 
 
+class _Held(np.ndarray[Any, Any]):
+    """The bytes of a tensor, which stays as long as they do."""
+
+
 def carved(memory: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Tensor]:
     """As ``apart``, without copies: storages of their own in the same memory, which stays as long as any does."""
-    raw = memory.reshape(-1).view(torch.uint8).numpy()
+    raw: Any = memory.reshape(-1).view(torch.uint8).numpy().view(_Held)
+    raw.holder = memory  # which is counted as in use until it goes
     rest, size = memory.shape[1:], memory.element_size()
     found: list[torch.Tensor] = []
     at = 0
@@ -90,7 +96,7 @@ def carved(memory: torch.Tensor, counts: Sequence[int] | None) -> list[torch.Ten
         for shape in [rest] * len(memory) if counts is None else [(count, *rest) for count in counts]:
             count = prod(shape)
             own = torch.frombuffer(raw, dtype=memory.dtype, count=count, offset=at) if count else memory.new_empty(0)
-            found.append(own.reshape(shape))
+            found.append(own.resize_(shape))  # no view
             at += count * size
     return found
 
