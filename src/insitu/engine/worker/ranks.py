@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -55,11 +56,16 @@ def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., A
     return tapped
 
 
+_PATIENCE = 10.0
+"""Seconds that a rank waits for rank 0 before it looks whether the engine's process is still there."""
+
+
 class Ranks:
     """vLLM's tensor-parallel group."""
 
     def __init__(self) -> None:
         self._group = get_tp_group()
+        self._parent = os.getppid()
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
 
@@ -67,6 +73,14 @@ class Ranks:
         self._group.broadcast_object(message, src=0)
 
     def receive(self) -> Any:
+        """Ends this process once the engine's is gone: vLLM ends its own waiting then, and not this."""
+        queue = self._group.mq_broadcaster
+        while queue is not None:
+            try:
+                return queue.dequeue(timeout=_PATIENCE)
+            except TimeoutError:
+                if os.getppid() != self._parent:
+                    raise SystemExit("the engine's process has ended") from None
         return self._group.broadcast_object(None, src=0)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
