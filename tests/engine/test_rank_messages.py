@@ -10,6 +10,8 @@ from insitu.engine.worker import ranks
 
 pytestmark = pytest.mark.in_process
 
+LEADER = 4321
+
 
 class Queue:
     """Of messages that come late: each None is a wait in vain."""
@@ -32,8 +34,8 @@ class Group:
         self.mq_broadcaster = queue
 
     def broadcast_object(self, value: Any, src: int) -> Any:
-        assert (value, src) == (None, 0)
-        return "by the group"
+        assert src == 0
+        return LEADER if value is not None else "by the group"
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, queue: Any) -> ranks.Ranks:
@@ -45,12 +47,18 @@ def test_it_waits_as_long_as_the_engine_is_there(monkeypatch: pytest.MonkeyPatch
     assert rank(monkeypatch, Queue(None, None, "late")).receive() == "late"
 
 
-def test_it_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = rank(monkeypatch, Queue("a step", None, "of nobody's"))
+@pytest.mark.parametrize(("parent", "leader"), [(True, True), (True, False), (False, True), (False, False)])
+def test_it_ends_with_the_engine_and_rank_0(monkeypatch: pytest.MonkeyPatch, parent: bool, leader: bool) -> None:
+    waiting = rank(monkeypatch, Queue("a step", None, "another"))
     assert waiting.receive() == "a step"
-    monkeypatch.setattr(ranks.os, "getppid", lambda: 1)
-    with pytest.raises(SystemExit):
-        waiting.receive()
+    if not parent:
+        monkeypatch.setattr(ranks.os, "getppid", lambda: 1)
+    monkeypatch.setattr(ranks.psutil, "pid_exists", lambda process: process == LEADER and leader)
+    if parent or leader:  # a slow rank 0 goes on with the step, and what both compute together
+        assert waiting.receive() == "another"
+    else:
+        with pytest.raises(SystemExit):
+            waiting.receive()
 
 
 def test_groups_without_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:

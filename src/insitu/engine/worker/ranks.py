@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from vllm.distributed import get_pp_group, get_tp_group
@@ -57,7 +58,7 @@ def interleaver_of(runner: Any, model: torch.nn.Module, unembed: Callable[..., A
 
 
 _PATIENCE = 10.0
-"""Seconds that a rank waits for rank 0 before it looks whether the engine's process is still there."""
+"""Seconds that a rank waits for rank 0 before it looks whether there still is one."""
 
 
 class Ranks:
@@ -65,22 +66,24 @@ class Ranks:
 
     def __init__(self) -> None:
         self._group = get_tp_group()
-        self._parent = os.getppid()
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
+        self._parent = os.getppid()
+        self._leader: int = self._group.broadcast_object(os.getpid(), src=0)
 
     def send(self, message: Any) -> None:
         self._group.broadcast_object(message, src=0)
 
     def receive(self) -> Any:
-        """Ends this process once the engine's is gone: vLLM ends its own waiting then, and not this."""
+        """Ends this process once the engine's and rank 0 are gone, who would be told of that otherwise: vLLM ends only
+        what it waits for itself then."""
         queue = self._group.mq_broadcaster
         while queue is not None:
             try:
                 return queue.dequeue(timeout=_PATIENCE)
             except TimeoutError:
-                if os.getppid() != self._parent:
-                    raise SystemExit("the engine's process has ended") from None
+                if os.getppid() != self._parent and not psutil.pid_exists(self._leader):
+                    raise SystemExit("the engine's process and rank 0 have ended") from None
         return self._group.broadcast_object(None, src=0)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
