@@ -30,8 +30,10 @@ def tapped(engines: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def tapped_on_ranks(engines: Any) -> Iterator[Any]:
+def tapped_on_ranks(request: pytest.FixtureRequest, engines: Any) -> Iterator[Any]:
     """The same on two ranks."""
+    if request.config.getoption("--engine") != "two-ranks":
+        pytest.skip("is about two ranks")
     settings = {"tensor_parallel_size": 2, "enforce_eager": False, "max_num_seqs": 16, "taps": PLACES}
     with own_engine(engines, "llama", **settings) as model:
         yield model

@@ -36,7 +36,7 @@ def on_stages(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(engines: Any) -> Iterator[VLLM]:
+def model(on_stages: None, engines: Any) -> Iterator[VLLM]:
     with own_engine(engines, "llama", pipeline_parallel_size=2, **ENGINE) as model:
         yield model
 
