@@ -111,7 +111,8 @@ class Sender:
         is on the host, or has no room there in pinned memory."""
         if not self._is_far(tensor):
             return None
-        pieces, is_apart = self._pieces(tensor, counts)
+        is_apart = self._is_apart(tensor, counts)
+        pieces = list(pieces_of(tensor, counts)) if is_apart else [(tensor, counts)]
         if not self._pinned.has_room([piece.nbytes for piece, _ in pieces]):
             return None
         hosts, arrived = self._copied([piece for piece, _ in pieces])
@@ -124,20 +125,16 @@ class Sender:
 
     def brought(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> Parcel:
         """As ``send_packed``, of any tensor, which is nobody else's; waits for it."""
-        pieces, is_apart = self._pieces(tensor, counts)
-        if is_apart and (self.keeps_whole or tensor.device.type != "cpu"):
-            rows = [row for piece, own in pieces for row in carved(piece.cpu().contiguous(), own)]
+        if self._is_apart(tensor, counts) and (self.keeps_whole or tensor.device.type != "cpu"):
+            rows = [row for piece, own in pieces_of(tensor, counts) for row in carved(piece.cpu().contiguous(), own)]
             return Parcel(rows, None, is_apart=True)
         host = tensor.cpu()
         return Parcel([host], counts, False) if self.keeps_whole else Parcel(apart(host, counts), None, is_apart=True)
 
-    def _pieces(
-        self, tensor: torch.Tensor, counts: Sequence[int] | None
-    ) -> tuple[list[tuple[torch.Tensor, Sequence[int] | None]], bool]:
-        """What is sent, how many rows of each request it has, and whether these come home by themselves."""
+    def _is_apart(self, tensor: torch.Tensor, counts: Sequence[int] | None) -> bool:
+        """Whether each request's rows come home by themselves."""
         require_memory(tensor, _WHAT)
-        is_apart = tensor.nbytes > SMALL * (tensor.shape[0] if counts is None else len(counts))
-        return list(pieces_of(tensor, counts)) if is_apart else [(tensor, counts)], is_apart
+        return tensor.nbytes > SMALL * (tensor.shape[0] if counts is None else len(counts))
 
     def work(self, is_time: Callable[[], bool]) -> None:
         """While ``is_time``: gives memory of its own to what has arrived."""

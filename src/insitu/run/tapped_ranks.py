@@ -15,7 +15,7 @@ import torch
 
 from insitu.block import LocationError
 from insitu.run.block_run import BlockRun
-from insitu.run.interleaver import RowsOf
+from insitu.run.interleaver import Interleaver, RowsOf
 from insitu.run.layouts import Gathered, gathered_whole
 from insitu.run.parallel import Done, Follower, Leader
 from insitu.run.parked import Parked, note_parked
@@ -91,7 +91,7 @@ class TappedLeader(Leader, TappedInterleaver):
 
     def work_ahead(self, is_time: Callable[[], bool]) -> None:
         """Blocks go on in steps alone, in which the others do what they ask for."""
-        self.sender.work(is_time)
+        Interleaver.work_ahead(self, is_time)
 
     def faults(self) -> Sequence[float]:
         """Those of the tables of all ranks, which ask at the same time: the worst of each."""
