@@ -30,10 +30,25 @@ def tapped(engines: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def tapped_on_ranks(request: pytest.FixtureRequest, engines: Any) -> Iterator[Any]:
+def on_ranks(request: pytest.FixtureRequest) -> None:
+    """For tests of two ranks, before an engine is asked for."""
+    _require(request, "two-ranks")
+
+
+@pytest.fixture(scope="session")
+def on_stages(request: pytest.FixtureRequest) -> None:
+    """For tests of two stages."""
+    _require(request, "two-stages")
+
+
+def _require(request: pytest.FixtureRequest, engine: str) -> None:
+    if request.config.getoption("--engine") != engine:
+        pytest.skip(f"is about {engine.replace('-', ' ')}")
+
+
+@pytest.fixture(scope="session")
+def tapped_on_ranks(on_ranks: None, engines: Any) -> Iterator[Any]:
     """The same on two ranks."""
-    if request.config.getoption("--engine") != "two-ranks":
-        pytest.skip("is about two ranks")
     settings = {"tensor_parallel_size": 2, "enforce_eager": False, "max_num_seqs": 16, "taps": PLACES}
     with own_engine(engines, "llama", **settings) as model:
         yield model

@@ -18,7 +18,11 @@ from tests.engine.helpers import completed, enqueue, own_engine
 from tests.engine.test_abort import before_steps
 from tests.engine.test_cohorts_mixed import MANY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60, method="thread", func_only=True)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(60, method="thread", func_only=True),
+    pytest.mark.usefixtures("on_stages"),
+]
 
 STEPS = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 VECTOR = torch.linspace(-1, 1, 128)
@@ -27,12 +31,6 @@ ENGINE = {"max_num_seqs": 96, "max_num_batched_tokens": 256, "kv_cache_memory_by
 """More requests than tokens fit in a step, so that several steps are on their way."""
 
 Block = Callable[[Any], Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_stages(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--engine") != "two-stages":
-        pytest.skip("is about two stages")
 
 
 @pytest.fixture(scope="module")

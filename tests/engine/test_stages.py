@@ -14,16 +14,14 @@ import insitu
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, hf_edited, hf_stream, ids_of, layers, own_engine, plain, summed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(30, method="thread", func_only=True)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(30, method="thread", func_only=True),
+    pytest.mark.usefixtures("on_stages"),
+]
 
 Block = Callable[[Any], Any]
 FIRST, SECOND = (0, 1), (2, 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_stages(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--engine") != "two-stages":
-        pytest.skip("is about two stages")
 
 
 @pytest.fixture(autouse=True)

@@ -33,17 +33,11 @@ from tests.engine.test_cohorts_taps import (
 from tests.engine.test_taps import IN_TABLES as IN_TABLES_ALONE
 from tests.engine.test_taps_ahead import AHEAD, add_and_keep
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ranks")]
 
 MANY = [[*PROMPTS[i % 4], 10 + i] for i in range(6)]
 STEPS = 5
 V, W = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_ranks(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--engine") != "two-ranks":
-        pytest.skip("is about two ranks")
 
 
 @pytest.fixture

@@ -16,13 +16,7 @@ from tests.engine.taps import PROMPTS, SETTINGS, Block, as_if_recorded, assert_s
 from tests.engine.test_cohorts_steps import GREEDY, adds_up, reads_every_step, steers_every_step
 from tests.engine.test_taps import BLOCKS, in_one_batch, read_streams
 
-pytestmark = [pytest.mark.slow]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_ranks(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--engine") != "two-ranks":
-        pytest.skip("is about two ranks")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_ranks")]
 
 
 @pytest.fixture(params=["between pieces", "recorded"])
