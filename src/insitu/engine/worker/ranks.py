@@ -69,7 +69,7 @@ class Ranks:
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
         self._parent = os.getppid()
-        self._leader: int = self._group.broadcast_object(os.getpid(), src=0)
+        self._leader: Any = self._group.broadcast_object(os.getpid(), src=0)
 
     def send(self, message: Any) -> None:
         self._group.broadcast_object(message, src=0)
