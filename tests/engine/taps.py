@@ -32,27 +32,27 @@ def taps_of(model: Any) -> Any:
 
 @contextmanager
 def recorded(tapped: Any) -> Iterator[None]:
-    """The taps of this engine record, as they do in a graph, in each forward that is not eager."""
-    taps = taps_of(tapped)
-    interleaver, before = taps.shown.__self__, taps.in_graph
-    taps.rows = 256
-    for tap in taps.taps.values():
-        tap.rows, tap.copies, tap.table = taps.rows, None, None
-    taps.in_graph = lambda tensor: interleaver._compiled and not interleaver.calls.running
+    """The taps of this engine record, as they do in a graph, in each forward that could be one."""
+    tapped.vllm_entrypoint.collective_rpc(as_if_recorded, args=(True,))
     try:
         yield
     finally:
-        taps.in_graph = before
+        tapped.vllm_entrypoint.collective_rpc(as_if_recorded, args=(False,))
 
 
 def as_if_recorded(worker: Any, recorded: bool) -> None:
-    """As ``recorded``, in a worker of several, until it is told otherwise."""
-    taps = worker.model_runner.vllm_config.compilation_config.static_forward_context["insitu.taps"]
+    """As ``recorded``, in a worker, until it is told otherwise."""
+    runner = worker.model_runner
+    taps = runner.vllm_config.compilation_config.static_forward_context["insitu.taps"]
     taps.rows = 256
     for tap in taps.taps.values():
         tap.rows, tap.copies, tap.table = taps.rows, None, None
-    interleaver = taps.shown.__self__
-    taps.in_graph = lambda tensor: recorded and interleaver._compiled and not interleaver.calls.running
+    shown, taps.shown = taps.shown, None
+    runner._dummy_run(1)  # makes copies and tables, as what vLLM runs before it records graphs does
+    taps.shown, interleaver = shown, shown.__self__
+    taps.in_graph = lambda tensor: (
+        recorded and interleaver._compiled and interleaver.one_graph and not interleaver.calls.running
+    )
 
 
 def name_of(block: Block) -> str:

@@ -385,10 +385,6 @@ def test_more_vectors_than_tables_have_room_for_are_added_in_pieces(
     for model in (tapped, llama):
         monkeypatch.setattr(host_of(model), "together", together)
     with recorded(tapped):
-        five_vectors_each(tapped, 3)
-        taps = taps_of(tapped)
-        room, in_graph = taps.shown.__self__, taps.in_graph
-        monkeypatch.setattr(taps, "in_graph", lambda tensor: room.one_graph and in_graph(tensor))
         for count, tables in ((12, True), (14, False), (3, True), (16, False), (12, True)):
             wanted = five_vectors_each(llama, count)
             before = tapped.stats().table_edits
@@ -424,9 +420,6 @@ def test_more_vectors_than_there_is_room_for_beside_blocks_that_wait(
         monkeypatch.setattr(host_of(model), "together", together)
     wanted = beside_edits_of_elements(llama)
     with recorded(tapped):
-        taps = taps_of(tapped)
-        room, in_graph = taps.shown.__self__, taps.in_graph
-        monkeypatch.setattr(taps, "in_graph", lambda tensor: room.one_graph and in_graph(tensor))
         for _ in range(3):
             assert_same(beside_edits_of_elements(tapped), wanted, "70 vectors of 64")
 
