@@ -76,6 +76,8 @@ def one_alone(plain: Any, model: Any, tokens: int, rounds: int = 100) -> str:
         }
         for name, work in works.items():
             found[name] += [seconds_of(work)] if turn >= 10 else []
-    middle = {name: statistics.quantiles(taken, n=4) for name, taken in found.items()}
-    parts = (f"{name} {q[1] * 1e3:.2f} ms ({q[0] * 1e3:.2f} to {q[2] * 1e3:.2f})" for name, q in middle.items())
+    added = [after - before for before, after in zip(found["untraced"], found["traced"], strict=True)]
+    found["traced adds to untraced, by pairs,"] = added
+    quartiles = {name: statistics.quantiles(taken, n=4) for name, taken in found.items()}
+    parts = (f"{name} {q[1] * 1e3:.2f} ms ({q[0] * 1e3:.2f} to {q[2] * 1e3:.2f})" for name, q in quartiles.items())
     return f"one prompt of {tokens} tokens by itself, medians and quartiles: {', '.join(parts)}"
