@@ -44,6 +44,11 @@ def cases(model: Any) -> dict[str, Callable[[int], object]]:
     def function(count: int) -> None:
         model.run(lambda tracer: layers[1].output[0], [PROMPT] * count, **GREEDY)
 
+    def traces(count: int) -> None:
+        for _ in range(count):
+            with model.trace(PROMPT, **GREEDY):
+                a = layers[1].output[0].save()
+
     def invokes(count: int) -> None:
         with model.trace(**GREEDY) as tracer:
             for _ in range(count):
@@ -77,6 +82,7 @@ def cases(model: Any) -> dict[str, Callable[[int], object]]:
     return steps | {
         "plain vLLM": plain,
         "one place, function": function,
+        "one place, a trace each": traces,
         "one place, invokes": invokes,
         "four places": four,
     }

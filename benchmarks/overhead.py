@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Sequence
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -19,7 +20,7 @@ import insitu
 from benchmarks.calls import cases
 from tests import models
 
-CASES = ("plain vLLM", "one place, invokes", "four places")
+WORKS = ((1, "one place, a trace each"), *((count, "one place, invokes") for count in (1, 16, 256)))
 ROUNDS = 15
 ALONE = 300
 """Rounds of one request by itself, which is over soon."""
@@ -27,21 +28,28 @@ ALONE = 300
 
 def main() -> None:
     folder = models.tiny("llama")
-    table = Table("requests together", "plain, µs a request", "tracing adds", "each further place adds")
+    table = Table("requests together", "plain, µs a request", "one place adds", "each further place adds")
     with insitu.VLLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=256) as model:
         model.dispatch()
         runs = cases(model)
-        for count in (1, 16, 256):
-            seconds: dict[str, list[float]] = {name: [] for name in CASES}
+        for count, work in WORKS:
+            seconds: dict[str, list[float]] = {name: [] for name in ("plain vLLM", work, "four places")}
             for turn in range(max(ROUNDS, ALONE // count) + 1):
                 for name, taken in seconds.items():
                     start = time.perf_counter()
                     runs[name](count)
                     if turn:
-                        taken.append(time.perf_counter() - start)
-            plain, one, four = (statistics.median(values) / count * 1e6 for values in seconds.values())
-            table.add_row(str(count), f"{plain:.0f}", f"{one - plain:.0f} µs", f"{(four - one) / 3:.1f} µs")
+                        taken.append((time.perf_counter() - start) / count * 1e6)
+            plain, one, four = seconds.values()
+            further = added(four, one, places=3) if "invokes" in work else ""
+            table.add_row(f"{count}, {work}", f"{statistics.median(plain):.0f}", added(one, plain), further)
     Console().print(table)
+
+
+def added(after: Sequence[float], before: Sequence[float], places: int = 1) -> str:
+    """The middle of what neighbouring rounds differ by, and its quartiles: a machine's speed drifts."""
+    low, middle, high = statistics.quantiles([(b - a) / places for a, b in zip(before, after, strict=True)], n=4)
+    return f"{middle:.0f} µs ({low:.0f} to {high:.0f})"
 
 
 if __name__ == "__main__":
