@@ -9,12 +9,14 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import insitu
+from insitu import recipes
 from tests import models
 from tests.engine.helpers import PROMPT, Run, assert_close, hf_stream, ids_of
 
@@ -600,3 +602,15 @@ def test_a_model_whose_loop_has_ended_says_so() -> None:
             asyncio.run(trace())
     finally:
         model.close()
+
+
+def test_what_waits_for_its_runs_says_so(model: Any, tmp_path: Path) -> None:
+    for recipe in (
+        lambda: recipes.logit_lens(model, PROMPT),
+        lambda: recipes.rows_at(model, [PROMPT], "resid_post[1]"),
+        lambda: recipes.Steering(model, torch.ones(models.WIDTH), "resid_post[1]").generate(PROMPT),
+    ):
+        with pytest.raises(insitu.ArgumentError, match="without mode='async'"):
+            recipe()
+    with pytest.raises(insitu.ArgumentError, match="got AsyncVLLM"):
+        insitu.capture(model, [PROMPT], at="resid_post[1]", out=tmp_path, progress=False)

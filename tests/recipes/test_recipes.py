@@ -351,3 +351,17 @@ def test_no_review_is_in_both_parts() -> None:
     data = reviews()
     assert not set(data.train) & set(data.test)
     assert (len(data.train), len(data.test), sum(data.test_labels)) == (48, 16, 8)
+
+
+def test_one_prompt_is_not_taken_for_its_letters(model: Any) -> None:
+    vector, greedy = torch.ones(models.WIDTH), {"temperature": 0.0, "max_tokens": 2}
+    one = ablate(model, CLEAN, metric, at="mlp_out[1]", how="mean", reference=CORRUPTED)
+    assert one.drop == ablate(model, [CLEAN], metric, at="mlp_out[1]", how="mean", reference=[CORRUPTED]).drop
+    steering = Steering(model, vector, "resid_post[1]")
+    assert steering.generate(CLEAN, **greedy) == steering.generate([CLEAN], **greedy)
+    assert rows_at(model, CLEAN, "resid_post[1]").equal(rows_at(model, [CLEAN], "resid_post[1]"))
+    assert rows_at(model, ids_of(CLEAN), "resid_post[1]").equal(rows_at(model, [CLEAN], "resid_post[1]"))
+    both = difference_of_means(model, CLEAN, CORRUPTED, at="resid_post[1]")
+    assert both.equal(difference_of_means(model, [CLEAN], [CORRUPTED], at="resid_post[1]"))
+    with pytest.raises(ArgumentError, match="there are no prompts"):
+        rows_at(model, [], "resid_post[1]")

@@ -95,7 +95,10 @@ def capture(
         raise CaptureError(f"the capture in {out} was begun with several workers: go on with it with `ray`")
     owned = model_for(model, at, {}) if isinstance(model, str) else None
     used = owned or model
-    assert isinstance(used, VLLM), "a name was made one"
+    if not isinstance(used, VLLM):
+        raise ArgumentError(
+            f"model is a name, a folder or an `insitu.VLLM(...)` without mode='async'; got {type(used).__name__}"
+        )
     try:
         tokens = Tokens(used, data, column, truncate)
         plan = Plan(used, tokens, at, positions, phase, dtype, apply, sampling, window_tokens)

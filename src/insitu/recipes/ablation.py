@@ -18,6 +18,7 @@ from insitu.block import ArgumentError
 from insitu.engine.client.model import VLLM
 from insitu.engine.client.view import view_of
 from insitu.recipes.metrics import Metric
+from insitu.recipes.prompts import listed, waiting
 from insitu.recipes.sweep import scores
 from insitu.tree import Named
 
@@ -63,12 +64,11 @@ def ablate(
     """
     if how not in ("zero", "mean", "resample"):
         raise ArgumentError(f"how={how!r}: it is 'zero', 'mean' or 'resample'")
-    if not prompts:
-        raise ArgumentError("there are no prompts to ablate")
-    view = view_of(model)
+    prompts = listed(prompts)
+    view = view_of(waiting(model))
     named = view.named([at] if isinstance(at, str) else list(at), "at")
     places = view.in_order(named, prompts[0])
-    rows = _rows(model, places, list(reference or prompts)) if how != "zero" else {}
+    rows = _rows(model, places, listed(reference or prompts)) if how != "zero" else {}
     runs = [
         (prompt, partial(_ablate, model, place, how, rows.get(place), seed)) for place in places for prompt in prompts
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from insitu.engine.client.model import VLLM
+from insitu.recipes.prompts import waiting
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def attention_patterns(model: VLLM, prompt: Any, *, layers: Sequence[int] | None
     def read(tracer: Any) -> tuple[list[str], list[torch.Tensor]]:
         return tracer.tokens, [model.attn_pattern[layer] for layer in chosen]
 
-    tokens, patterns = model.run(read, prompt, max_tokens=1)
+    tokens, patterns = waiting(model).run(read, prompt, max_tokens=1)
     return AttentionPatterns(tokens, dict(zip(chosen, patterns, strict=True)))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from insitu.block import save
 from insitu.engine.client.model import VLLM
+from insitu.recipes.prompts import waiting
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def logit_lens(model: VLLM, prompt: Any, *, top: int = 5) -> LogitLens:
 
     The stream goes through the model's own last norm and unembedding.
     """
-    with model.trace(prompt, temperature=0.0, max_tokens=1) as tracer:
+    with waiting(model).trace(prompt, temperature=0.0, max_tokens=1) as tracer:
         found: list[Any] = save([])
         for stream in model.resid_post:
             logits = model.unembed(model.apply_final_norm(stream)).float()

@@ -19,6 +19,7 @@ from insitu.engine.client.model import VLLM
 from insitu.engine.client.prompts import token_ids
 from insitu.engine.client.view import view_of
 from insitu.recipes.metrics import Metric
+from insitu.recipes.prompts import waiting
 from insitu.recipes.sweep import scores
 from insitu.tree import Named, Place
 
@@ -69,7 +70,7 @@ def patch_positions(
     ``metric`` takes the logits ``[vocab]`` of the last token. All patches are requests of a few traces. Raises
     ``ArgumentError`` if the prompts have different numbers of tokens, or the same metric.
     """
-    view = view_of(model)
+    view = view_of(waiting(model))
     ids, other = _same_length(model, clean, corrupted)
     chosen = range(view.layers) if layers is None else layers
     where = range(len(ids)) if positions is None else positions
@@ -83,7 +84,7 @@ def patch_heads(
     model: VLLM, clean: Any, corrupted: Any, metric: Metric, *, layers: Sequence[int] | None = None
 ) -> PatchSweep:
     """Every layer by every head: what the head gives at all positions, before the heads are mixed."""
-    view = view_of(model)
+    view = view_of(waiting(model))
     ids, other = _same_length(model, clean, corrupted)
     chosen = range(view.layers) if layers is None else layers
     parts = [slice(head * view.head_size, (head + 1) * view.head_size) for head in range(view.heads)]

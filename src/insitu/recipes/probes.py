@@ -15,6 +15,7 @@ import torch
 from insitu.block import ArgumentError
 from insitu.engine.client.model import VLLM
 from insitu.engine.client.view import view_of
+from insitu.recipes.prompts import listed, waiting
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class TokenScores:
 
 def rows_at(model: VLLM, prompts: Sequence[Any], at: str, *, position: int = -1) -> torch.Tensor:
     """One row of each prompt at a place: ``[prompts, width]``, in float32."""
-    place = view_of(model).one(at)
+    place = view_of(waiting(model)).one(at)
 
     def read(tracer: Any) -> torch.Tensor:
         return place.read(model)[position].float().clone()
 
-    return torch.stack(list(model.run(read, list(prompts), max_tokens=1)))
+    return torch.stack(list(model.run(read, listed(prompts), max_tokens=1)))
 
 
 def fit_probe(rows: torch.Tensor, labels: Sequence[int], at: str, **settings: Any) -> Probe:
@@ -79,7 +80,7 @@ def fit_probe(rows: torch.Tensor, labels: Sequence[int], at: str, **settings: An
 
 def probe_scores(model: VLLM, prompt: Any, probe: Probe, **sampling: Any) -> TokenScores:
     """The probe at every token, prompt and generated ones, while the model writes; ``sampling`` as for ``trace``."""
-    place = view_of(model).one(probe.at)
+    place = view_of(waiting(model)).one(probe.at)
 
     def watch(tracer: Any) -> tuple[list[float], list[int], int]:
         scores: list[float] = []

@@ -16,6 +16,7 @@ import torch
 from insitu.block import ArgumentError
 from insitu.engine.client.model import VLLM
 from insitu.engine.client.view import view_of
+from insitu.recipes.prompts import listed, waiting
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class SparseAutoencoder:
 
 def features(model: VLLM, prompt: Any, sae: SparseAutoencoder, *, at: str) -> torch.Tensor:
     """The features of each token of the prompt, ``[tokens, features]``, computed in the engine."""
-    place = view_of(model).one(at)
+    place = view_of(waiting(model)).one(at)
 
     def read(tracer: Any) -> torch.Tensor:
         return sae.encode(place.read(model))
@@ -82,7 +83,7 @@ def ablate_features(
     model: VLLM, prompts: Sequence[Any], sae: SparseAutoencoder, chosen: Sequence[int], *, at: str, **sampling: Any
 ) -> list[str]:
     """What the model writes without these features, prompt and generated tokens alike."""
-    place = view_of(model).one(at)
+    place = view_of(waiting(model)).one(at)
 
     def without(tracer: Any) -> str:
         for _ in tracer.iter[:]:
@@ -90,7 +91,7 @@ def ablate_features(
             rows[:] = sae.without(rows, chosen)
         return tracer.result.outputs[0].text
 
-    return model.run(without, list(prompts), **sampling)
+    return model.run(without, listed(prompts), **sampling)
 
 
 def steer_feature(

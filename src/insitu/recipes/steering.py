@@ -16,6 +16,7 @@ import torch
 from insitu.block import ArgumentError
 from insitu.engine.client.model import VLLM
 from insitu.engine.client.view import view_of
+from insitu.recipes.prompts import listed, waiting
 
 How = Literal["add", "project_out", "set"]
 Phase = Literal["all", "prompt", "generated"]
@@ -29,13 +30,13 @@ def difference_of_means(
 
     ``position``: which row of each prompt, or a slice of them.
     """
-    place = view_of(model).one(at)
+    place = view_of(waiting(model)).one(at)
     rows = slice(position, position + 1 or None) if isinstance(position, int) else position
 
     def read(tracer: Any) -> torch.Tensor:
         return place.read(model)[rows].float().mean(0)
 
-    means = [torch.stack(list(model.run(read, list(some), max_tokens=1))).mean(0) for some in (positive, negative)]
+    means = [torch.stack(list(model.run(read, listed(some), max_tokens=1))).mean(0) for some in (positive, negative)]
     return means[0] - means[1]
 
 
@@ -94,4 +95,4 @@ class Steering:
             self(tracer)
             return tracer.result.outputs[0].text
 
-        return self.model.run(steered, list(prompts), **sampling)
+        return waiting(self.model).run(steered, listed(prompts), **sampling)

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def view_of(model: VLLM) -> EngineView:
-    """Builds the engine if there is none yet."""
-    return EngineView(model, model._running())
+    """Builds the engine if there is none yet. Raises ``ArgumentError`` for a model at a server."""
+    engine = model._running()
+    if not hasattr(engine, "config"):
+        raise ArgumentError("this needs an engine of this machine, `insitu.VLLM(...)`, and the model is at a server")
+    return EngineView(model, engine)
 
 
 def made_of(model: VLLM) -> tuple[str, dict[str, Any]]:
