@@ -180,7 +180,9 @@ def test_what_is_held_is_not_changed_by_a_later_write(llama: Any) -> None:
     assert not written.any()
     assert not returned.any()
     assert other.any()
-    with pytest.raises(insitu.WriteError, match=r"model.k\[0\] takes shape \(\d+, 2, 32\) torch.float32; got \(1, 2\)"):
+    with pytest.raises(
+        insitu.WriteError, match=r"model.k\[0\] takes shape \(\d+, 2, 32\) torch.float32; got shape \(1, 2\)"
+    ):
         with llama.trace(PROMPT, max_tokens=1):
             llama.k[0] = torch.zeros(1, 2)
 

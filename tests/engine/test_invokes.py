@@ -212,7 +212,15 @@ def test_code_with_a_barrier(llama: Any) -> None:
     assert torch.equal(patched, clean)
 
 
-def test_save_in_the_function_form_says_what_to_write(llama: Any) -> None:
-    with pytest.raises(AttributeError) as caught:
-        llama.run(lambda tracer: llama.logits.save(), "hello", **GREEDY)
-    assert caught.value.__notes__ == ["A function's block needs no save: return the value, or write insitu.save(x)."]
+def test_save_in_a_function_says_what_to_write(llama: Any) -> None:
+    def last() -> Any:
+        return llama.logits.save()
+
+    with pytest.raises(AttributeError) as of_run:
+        llama.run(lambda tracer: last(), "hello", **GREEDY)
+    with pytest.raises(AttributeError) as of_trace:
+        with llama.trace("hello", **GREEDY):
+            logits = last()
+            print(logits)
+    note = "In a function there is no x.save(): return the value, or write insitu.save(x)."
+    assert of_run.value.__notes__ == of_trace.value.__notes__ == [note]

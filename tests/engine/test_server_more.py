@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 import insitu
+from insitu import recipes
 from insitu.net import CONTENT_TYPE, CodeSource, InvokeRequest, Progress, TraceRequest, encode_frame
+from tests import models
 from tests.engine import served
 from tests.engine.helpers import PROMPT
 from tests.engine.served import KEY, Server, key_file
@@ -169,6 +171,7 @@ class Without:
 
 sys.meta_path[:] = map(Without, sys.meta_path)
 import insitu
+from insitu import recipes
 
 model = insitu.connect(sys.argv[1], sys.argv[2])
 with model.trace("Hello there", temperature=0.0, max_tokens=2) as tracer:
@@ -226,3 +229,19 @@ def insitu_type() -> str:
     from insitu.net import CONTENT_TYPE
 
     return CONTENT_TYPE
+
+
+def test_what_needs_an_engine_of_this_machine_says_so(model: Any, tmp_path: Path) -> None:
+    lens = recipes.logit_lens(model, PROMPT)
+    assert len(lens.top) == models.LAYERS
+    with pytest.raises(insitu.ArgumentError, match="the model is at a server"):
+        recipes.rows_at(model, [PROMPT], "resid_post[1]")
+    with pytest.raises(insitu.ArgumentError, match="got RemoteModel"):
+        insitu.capture(model, [PROMPT], at="resid_post[1]", out=tmp_path, progress=False)
+
+
+def test_a_closed_model_says_how_to_have_it_again(server: Server) -> None:
+    other = insitu.connect(server.url, KEY)
+    other.close()
+    with pytest.raises(insitu.EngineError, match=r"was closed; make a new insitu.connect\("):
+        other.trace(PROMPT)

@@ -13,7 +13,7 @@ from weakref import ref
 from .errors import ArgumentError, OutsideTraceError
 from .lost import Line, Lost, Unnamed, line_of
 
-__all__ = ["SAVE_NAME", "Saves", "current_saves", "save"]
+__all__ = ["SAVE_NAME", "Saves", "current_saves", "hint_at_save", "save"]
 
 T = TypeVar("T")
 
@@ -48,6 +48,12 @@ def save(value: T) -> T:
         )
     saves.keep(value, frame=sys._getframe(1))
     return value
+
+
+def hint_at_save(error: BaseException) -> None:
+    """Says what to write instead in the error of a block that asked for `x.save()` in a function."""
+    if isinstance(error, AttributeError) and error.name == "save" and sys.version_info >= (3, 11):
+        error.add_note("In a function there is no x.save(): return the value, or write insitu.save(x).")
 
 
 class Saves:

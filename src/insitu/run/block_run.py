@@ -9,6 +9,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from insitu.block import OutOfOrderError
+from insitu.block.saves import hint_at_save
 from insitu.run import traps
 from insitu.run.affine import Affine
 from insitu.run.beside import Many, Model
@@ -193,6 +194,7 @@ class BlockRun:
                 self.returned = self._program()
                 self._leave()
             except Exception as error:
+                hint_at_save(error)
                 self.error = error
             self._await_own_step()
         except GreenletExit:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from insitu.block import WriteError
 from insitu.run.memory import require_memory
+from insitu.run.misfit import misfit
 from insitu.run.promise import Promise
 
 Parts = list[torch.Tensor] | Callable[[], list[torch.Tensor]]
@@ -60,8 +60,7 @@ class Derived:
         if new is self.value:
             return
         if not isinstance(new, torch.Tensor) or new.shape != self.value.shape or not new.is_floating_point():
-            got = f"{tuple(new.shape)} {new.dtype}" if isinstance(new, torch.Tensor) else type(new).__name__
-            raise WriteError(f"{self._what} takes shape {tuple(self.value.shape)} {self.value.dtype}; got {got}")
+            raise misfit(self._what, self.value, new)
         if not isinstance(new, Promise):
             require_memory(new, f"what was written to {self._what}")
         with torch.no_grad():

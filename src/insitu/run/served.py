@@ -17,6 +17,7 @@ import torch
 
 from insitu.block import LocationError, WriteError
 from insitu.run.memory import require_memory
+from insitu.run.misfit import misfit
 
 Index = slice | torch.Tensor | tuple[int | slice, ...]
 
@@ -295,12 +296,12 @@ class Served:
             pairs.append((leaf, self._checked(leaf.private, new, where)))
         elif isinstance(live, (tuple, list)):
             if not isinstance(new, (tuple, list)) or len(new) != len(live):
-                raise WriteError(f"{self.what}{where} takes {_shape(live)}; got {_shape(new)}")
+                raise misfit(f"{self.what}{where}", live, new)
             for i, (a, b) in enumerate(zip(live, new, strict=True)):
                 self._pair(a, b, f"{where}[{i}]", pairs)
         elif isinstance(live, dict):
             if not isinstance(new, dict) or new.keys() != live.keys():
-                raise WriteError(f"{self.what}{where} takes {_shape(live)}; got {_shape(new)}")
+                raise misfit(f"{self.what}{where}", live, new)
             for key, part in live.items():
                 self._pair(part, new[key], f"{where}[{key!r}]", pairs)
         elif new is not live and (isinstance(new, torch.Tensor) or new != live):
@@ -308,7 +309,7 @@ class Served:
 
     def _checked(self, old: torch.Tensor, new: Any, where: str) -> torch.Tensor:
         if not isinstance(new, torch.Tensor) or new.shape != old.shape:
-            raise WriteError(f"{self.what}{where} takes {_shape(old)}; got {_shape(new)}")
+            raise misfit(f"{self.what}{where}", old, new)
         if new.layout != torch.strided or new.is_meta:
             raise WriteError(f"{self.what}{where} takes a dense tensor with values; got {new.layout} on {new.device}")
         require_memory(new, f"what was written to {self.what}{where}")
@@ -337,15 +338,3 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _shape(value: Any, depth: int = 3) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"shape {tuple(value.shape)} {value.dtype}"
-    if isinstance(value, (tuple, list)):
-        shown = [_shape(part, depth - 1) for part in value[:4]] if depth else ["..."]
-        more = ["..."] if len(value) > 4 and depth else []
-        return f"{type(value).__name__} of {len(value)} ({', '.join(shown + more)})"
-    if isinstance(value, dict):
-        return f"dict with {', '.join(map(str, value))}"
-    return f"{type(value).__name__} {value!r}"[:80]

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, field
 
 from insitu.block import UnknownModuleError
+from insitu.tree.elsewhere import meant
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Outline:
         else:
             has = "see print(model)"
         hint = f"; the nearest is `{near[0]}`" if near else ""
-        raise UnknownModuleError(f"this model has no module `{path}`{hint}; {has}")
+        raise UnknownModuleError(f"this model has no module `{path}`{hint}; {has}{meant(parent, name)}")
 
     def render(self, path: str = "", name: str = "") -> str:
         """The subtree at ``path``, one module a line, equal neighbours folded into one."""

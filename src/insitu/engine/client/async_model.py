@@ -32,7 +32,7 @@ class AsyncVLLM(BaseModel["AsyncEngine"]):
         async def main() -> None:
             model = VLLM("Qwen/Qwen3-0.6B", mode="async")
             async with model.trace("The Eiffel Tower is in the city of", max_tokens=1):
-                hidden = model.model.layers[6].output[0].save()
+                hidden = model.model.layers[6].mlp.output.save()
 
     The engine belongs to the event loop on which it is first awaited; on another one, ``EngineError`` is raised.
     The first trace, ``dispatch=True``, ``dispatch()`` or ``await model`` starts it, which holds the loop up meanwhile.

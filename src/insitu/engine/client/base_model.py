@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ MISSING: Any = object()
 class BaseModel(ModelPlaces, Generic[E]):
     """What a model is whether its engine is waited for or awaited. Modules are attributes, by vLLM's own names."""
 
+    _maker: ClassVar[str] = "VLLM"
     _later: ClassVar[dict[str, str]]
     """Names that mean something in other versions, and what to do without."""
 
@@ -96,7 +96,7 @@ class BaseModel(ModelPlaces, Generic[E]):
         if self._engine is None:
             with self._lock:
                 if self._closed:
-                    raise EngineError(f"the model {self._repo!r} was closed; make a new VLLM({self._repo!r})")
+                    raise EngineError(f"the model {self._repo!r} was closed; make a new {self._maker}({self._repo!r})")
                 if self._engine is None:
                     self._engine = self._start()
         return self._engine
@@ -172,7 +172,5 @@ class BaseModel(ModelPlaces, Generic[E]):
 def returned_by(returned: list[Any], error: BaseException | None, several: bool) -> Any:
     """What ``run`` returns, or raises."""
     if error is not None:
-        if sys.version_info >= (3, 11) and getattr(error, "name", None) == "save":
-            error.add_note("A function's block needs no save: return the value, or write insitu.save(x).")
         raise error
     return returned if several else returned[0]

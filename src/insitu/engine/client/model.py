@@ -47,7 +47,7 @@ class VLLM(BaseModel["Engine"]):
 
         model = VLLM("Qwen/Qwen3-0.6B")
         with model.trace("The Eiffel Tower is in the city of", temperature=0.0, max_tokens=1):
-            hidden = model.model.layers[6].output[0].save()
+            hidden = model.model.layers[6].mlp.output.save()
             logits = model.logits.save()
 
     Raises ``ArgumentError`` for an engine argument that vLLM does not have and ``EngineError`` if

@@ -92,7 +92,15 @@ class Http:
         kind = getattr(errors, str(_found(body, "code")), None)
         if isinstance(kind, type) and issubclass(kind, InsituError):
             return kind(_said(body))
-        return EngineError(f"the server {self.url} answered {status}: {_said(body)}")
+        way_out = ""
+        if status == 401:
+            given = "Authorization" in self._headers
+            way_out = (
+                "; the key that was given is none of its own"
+                if given
+                else "; give it to `insitu.connect(url, api_key=KEY)`, or set INSITU_API_KEY"
+            )
+        return EngineError(f"the server {self.url} answered {status}: {_said(body)}{way_out}")
 
 
 def _said(body: bytes) -> str:

@@ -41,6 +41,7 @@ def connect(
 class RemoteModel(BaseModel[RemoteEngine]):
     """A model of a server's. Made by ``insitu.connect``."""
 
+    _maker: ClassVar[str] = "insitu.connect"
     _later: ClassVar[dict[str, str]] = {}
 
     def __init__(
