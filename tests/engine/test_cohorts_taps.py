@@ -291,8 +291,39 @@ def uses_at_a_place_what_it_made_before(model: VLLM) -> Callable[[Any], Any]:
     return block
 
 
+def adds_what_it_changes_afterwards(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        kept = model.resid_post[3][-1] * 0.1
+        for step in tracer.iter[1:]:
+            model.resid_post[1] += kept
+            model.resid_post[2][:] -= kept
+            kept *= 0.5
+            if step == 2:
+                kept += V
+            seen.append(model.logits)
+        return seen
+
+    return block
+
+
+def takes_out_what_it_changes_afterwards(model: VLLM) -> Callable[[Any], Any]:
+    def block(tracer: Any) -> Any:
+        seen = []
+        kept = model.resid_post[3][-1] * 0.02
+        for _ in tracer.iter[1:]:
+            x = model.resid_post[1]
+            x -= (x @ V).unsqueeze(-1) * kept
+            seen.append(model.resid_post[3])
+            kept *= 0.5
+        return seen
+
+    return block
+
+
 IN_TABLES = [adds_and_keeps, edits_many_places, edits_an_output, edits_what_was_left, edits_logits]
 IN_TABLES += [projects_out, projects_out_elsewise, replaces]
+IN_TABLES += [adds_what_it_changes_afterwards, takes_out_what_it_changes_afterwards]
 ELSE = [edits_a_part, edits_what_was_used, adds_what_it_saw_before, adds_the_place_before, leaves_the_taps]
 ELSE += [keeps_what_it_projects_out, projects_two_out, uses_at_a_place_what_it_made_before]
 
@@ -579,6 +610,34 @@ def test_steps_that_go_other_ways_beside_edits_of_tables(
         for _ in range(2):
             assert_same(mixed(model, other), wanted, other)
     assert bool(counts[0]) is together
+
+
+def test_what_a_block_has_changed_when_the_step_runs_again(model: VLLM, llama: VLLM) -> None:
+    def work(engine: VLLM) -> Any:
+        with engine.trace(temperature=0.0, ignore_eos=True, max_tokens=STEPS) as tracer:
+            for prompt in PROMPTS:
+                with tracer.invoke(prompt):
+                    seen = [].save()
+                    kept = engine.resid_post[3][-1] * 0.1
+                    for _ in tracer.iter[1:]:
+                        engine.resid_post[1] += kept
+                        kept *= 0.5
+                        seen.append(engine.logits)
+            with tracer.invoke([*PROMPTS[0], 3]):
+                alone = [].save()
+                for step in tracer.iter[:]:
+                    alone.append(engine.resid_post[2].cummax(0)[0])
+                    if step > 1:
+                        alone.append(engine.model.layers[3].mlp.down_proj.output[0].cummax(0)[0])
+        return seen, alone  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    wanted, _ = alone_and_together(llama, lambda: work(llama))
+    work(model)
+    for _ in range(2):
+        taps_of(model).shown.__self__._habits._known.clear()  # nothing is known of what the blocks do
+        with counted(model) as counts:
+            assert_same(work(model), wanted, "beside a step that runs again")
+        assert counts == [len(PROMPTS), 1]
 
 
 @pytest.mark.usefixtures("no_edits_left")

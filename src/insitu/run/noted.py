@@ -43,15 +43,19 @@ class Program:
     error: Exception | None = None
 
     @cached_property
-    def comes_home(self) -> Mapping[int, int]:
-        """Which values are left in the end, and the number of the last step that changes them, or -1."""
-        changed = {
+    def changes(self) -> Mapping[int, int]:
+        """Which values are changed, and the number of the last step that does so."""
+        return {
             ref.number: at
             for at, step in enumerate(self.steps)
             if step.what == "edit"
             for ref in refs_in(step.args[:2])
         }
-        return {ref.number: changed.get(ref.number, -1) for ref in refs_in((dict(self.saves), self.returned))}
+
+    @cached_property
+    def comes_home(self) -> Mapping[int, int]:
+        """Which values are left in the end, and the number of the last step that changes them, or -1."""
+        return {ref.number: self.changes.get(ref.number, -1) for ref in refs_in((dict(self.saves), self.returned))}
 
     def can_end_as(self, steps: int, again: Callable[[int], Program | None]) -> bool:
         """Whether requests that end after so many steps can part from it, whose program ``again`` gives."""

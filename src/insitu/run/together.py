@@ -61,6 +61,7 @@ class Together:
         self._step: Noted | None = None
         self._foreseen: Foreseen | None = None
         self._constants: dict[Any, Packed] = {}
+        self._copies: dict[int, tuple[torch.Tensor, int, Packed]] = {}
 
     def text(self) -> Any:
         return self._text
@@ -91,6 +92,7 @@ class Together:
         self.shares.let_go()
         self._known.clear()
         self._constants.clear()
+        self._copies.clear()
 
     def __call__(self) -> None:
         program = self._program
@@ -139,7 +141,8 @@ class Together:
     def _foretold(self, ref: Ref, early: Mapping[int, Noted]) -> Packed | None:
         """What the number stands for; ``early`` are the steps that make such of what is there."""
         if ref.number in self._known or ref.number in self._values:
-            return self._of(ref)
+            is_to_change = self._program.changes.get(ref.number, -1) >= self._number
+            return self._as_it_is(ref) if is_to_change else self._of(ref)
         step = early.get(ref.number)
         if step is None or any(self._foretold(each, early) is None for each in refs_in(step.args)):
             return None
@@ -154,6 +157,15 @@ class Together:
                 self._constants[made_of] = value
         self._known[ref.number] = value
         return self._of(ref)
+
+    def _as_it_is(self, ref: Ref) -> Packed:
+        """A copy of what the block is going to change, the same one as long as it has not."""
+        value: Packed = self._of(ref)
+        tensor, version, copied = self._copies.get(ref.number, (None, 0, value))
+        if tensor is not value.tensor or version != value.tensor._version:
+            copied = value.like(value.tensor.clone())
+            self._copies[ref.number] = value.tensor, value.tensor._version, copied
+        return copied
 
     def _made_of(self, step: Noted, early: Mapping[int, Noted]) -> Any:
         """What the step is done with, if that is the same in each step of the requests."""
