@@ -316,6 +316,7 @@ PROMPTS: list[tuple[Any, str]] = [
     (None, f"{WHAT} NoneType"),
     (3, f"{WHAT} int"),
     ([1.5], f"{WHAT} list"),
+    (["Hello"], "got a list of one text: give the text itself"),
     ([True], f"{WHAT} list"),
     ({"prompt_token_ids": "abc"}, f"{WHAT} str"),
     ({}, f"{KEYS} nothing"),

@@ -155,7 +155,7 @@ def _ids(value: Any) -> list[int]:
     ids = _flat(value)
     if ids is not None:
         if ids and isinstance(ids[0], str):
-            raise PromptError(_several(len(ids)))
+            raise PromptError(_several(len(ids)) if len(ids) > 1 else "got a list of one text: give the text itself")
         if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             return ids
     raise PromptError(
