@@ -77,10 +77,7 @@ def _capture(arguments: argparse.Namespace, engine_args: dict[str, Any]) -> int:
 
 def _serve(arguments: Sequence[str]) -> int:
     with needing("serving a model needs vLLM"):
-        from insitu.engine.server.plugin import require_known_server
-
-    require_known_server()
-    from insitu.engine.server.serve import serve
+        from insitu.engine.server.serve import serve
 
     serve(arguments)
     return 0

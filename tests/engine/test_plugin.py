@@ -46,7 +46,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     packaged(folder, "vllm", vllm_version())  # the `vllm` command of the CPU build asks for a package of that name
     assert f'[project.entry-points."{GROUP}"]\ninsitu = "{PLUGIN}"\n' in (ROOT / "pyproject.toml").read_text()
     (about / "entry_points.txt").write_text(f"[{GROUP}]\ninsitu = {PLUGIN}\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])}
+    path = [str(ROOT / "src"), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 @pytest.fixture(scope="module")

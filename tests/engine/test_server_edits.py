@@ -14,6 +14,8 @@ from typing import Any
 import openai
 import pytest
 import torch
+from vllm.entrypoints.cli.serve import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import insitu
 from tests import models
@@ -28,11 +30,17 @@ VECTOR = torch.linspace(-30, 60, 128)
 operator, ann, ben, client = served.model, served.ann, served.ben, served.client
 
 
+def scale_out() -> list[str]:
+    """What ``/inference/v1/generate`` is to be asked for with since vLLM 0.32."""
+    options = make_arg_parser(FlexibleArgumentParser())._actions
+    return ["--enable-scale-out"] if any(option.dest == "enable_scale_out" for option in options) else []
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = [{"name": "ann", "key": ANN}, {"name": "ben", "key": BEN}]
     file = key_file(tmp_path_factory, *keys, {"name": "forms", "key": FORMS, "permission": "form"})
-    made = Server("--api-key", KEY, "--insitu-keys", file)
+    made = Server("--api-key", KEY, "--insitu-keys", file, *scale_out())
     yield made
     made.close()
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import uvloop
 from vllm import envs
-from vllm.entrypoints.openai import api_server
-from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.cli.serve import make_arg_parser, run_server, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from insitu.block import ArgumentError
@@ -26,6 +25,7 @@ from insitu.engine.client.start_async import attached
 from insitu.engine.server.access import Access
 from insitu.engine.server.beside import BesideOpenAI
 from insitu.engine.server.elsewhere import Elsewhere
+from insitu.engine.server.entry import attaching
 from insitu.engine.server.metrics import EngineMetrics
 from insitu.engine.server.routes import PREFIX, router
 from insitu.engine.server.streams import watch_streams
@@ -93,8 +93,8 @@ def serve(arguments: Sequence[str]) -> None:
     Raises ``ArgumentError`` for another address than loopback without a key, and for what blocks can't run under.
     """
     args = parsed(arguments)
-    add_routes(api_server)
-    uvloop.run(api_server.run_server(args))
+    add_routes(sys.modules[run_server.__module__])
+    uvloop.run(run_server(args))
 
 
 def parsed(arguments: Sequence[str]) -> Namespace:
@@ -164,12 +164,13 @@ def _given(args: Any) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def add_routes(module: Any) -> None:
+def add_routes(entry: Any) -> None:
     """vLLM loads endpoint plugins by entry point and allow-list; who starts this server has asked for this one.
 
-    ``module``: vLLM's ``api_server``, under the name by which it was started. A second time does nothing.
+    ``entry``: the module that starts it. A second time does nothing. Raises ``EngineError`` as ``attaching``.
     """
-    attach = module._attach_endpoint_plugins
+    module, name = attaching(entry)
+    attach = getattr(module, name)
     if getattr(attach, "is_insitu", False):
         return
 
@@ -180,7 +181,7 @@ def add_routes(module: Any) -> None:
         app.state.endpoint_plugins = [*app.state.endpoint_plugins, ours]
 
     attach_ours.is_insitu = True  # type: ignore[attr-defined]
-    module._attach_endpoint_plugins = attach_ours
+    setattr(module, name, attach_ours)
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from openai.types.responses import ResponseFailedEvent
-from vllm.entrypoints.openai.engine.protocol import GenerationError
+from vllm.entrypoints.generate.base.serving import GenerationError
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
 _ERROR = 'data: {"error"'
@@ -50,11 +50,11 @@ def _converted(convert: Any, chunks: Any, *args: Any, **more: Any) -> Any:
     return convert(_raising(chunks), *args, **more)
 
 
-async def _raising(chunks: Any) -> AsyncGenerator[str, None]:
+async def _raising(chunks: Any) -> AsyncGenerator[Any, None]:
     """The chunks of a chat; its error is raised, and told by whoever converts them."""
     async with aclosing(chunks):
         async for chunk in chunks:
-            if chunk.startswith(_ERROR):
+            if isinstance(chunk, str) and chunk.startswith(_ERROR):  # since 0.33 objects, whose errors vLLM tells
                 raise GenerationError(json.loads(chunk.removeprefix("data: "))["error"]["message"])
             yield chunk
 
