@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import transformers
 
 import insitu
+from insitu.engine.client.launch import refusal
 from tests import models
 from tests.engine.helpers import PROMPT, assert_close, assert_greedy, hf_stream, ids_of, own_engine, plain
 
@@ -80,3 +82,13 @@ def test_a_speculative_engine_refuses_traces_and_runs_the_rest(engines: Any) -> 
         (output,) = plain(model, [ids], max_tokens=20, ignore_eos=True)
         assert_greedy("llama", ids, list(output.outputs[0].token_ids))
         assert model.in_flight() == 0
+
+
+def test_sampling_that_is_split_over_ranks_is_refused(llama: Any) -> None:
+    """By the config that vLLM 0.32 has then: it is for GPUs alone."""
+    config = llama.vllm_entrypoint.llm_engine.vllm_config
+    assert refusal("tiny", config) is None
+    sharded = copy.copy(config)
+    sharded.parallel_config = copy.copy(config.parallel_config)
+    sharded.parallel_config.enable_batch_sharded_sampling = True
+    assert "`enable_batch_sharded_sampling`: " in str(refusal("tiny", sharded))

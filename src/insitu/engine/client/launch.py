@@ -31,6 +31,8 @@ OURS = {
     "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
 _GIB = 2**30
+_SHARDED_SAMPLING = "enable_batch_sharded_sampling"
+"""New in 0.32."""
 _TENSOR, _PIPELINE, _DATA = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
 
@@ -96,6 +98,11 @@ def refusal(repo: str, config: VllmConfig) -> EngineError | None:
                 f"`{repo}` has no model class in vLLM, which runs transformers' own code for it; insitu traces such "
                 f"models on one rank only: leave {name} out"
             )
+    if getattr(config.parallel_config, _SHARDED_SAMPLING, False):
+        return EngineError(
+            f"`{_SHARDED_SAMPLING}`: each rank then has the logits of its own requests alone, which blocks are not "
+            f"shown yet; leave it out"
+        )
     return copies_refusal(repo, config)
 
 

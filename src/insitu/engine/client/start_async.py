@@ -81,7 +81,10 @@ async def _unbound(llm: AsyncLLM) -> None:
     core.outputs_queue = asyncio.Queue()
     if core.resources.stats_update_task is not None:  # it held the other end of a socket that takes only one
         core.resources.stats_update_task = None
-        core.first_req_send_socket.close(linger=0)
-        core.first_req_sock_addr = get_open_zmq_inproc_path()
-        made_anew = make_zmq_socket(core.ctx, core.first_req_sock_addr, zmq.PAIR, bind=True)
-        core.first_req_send_socket = core.resources.first_req_send_socket = made_anew
+        about = "first_req" if hasattr(core, "first_req_send_socket") else "scale"  # its name since 0.33
+        getattr(core, f"{about}_send_socket").close(linger=0)
+        address = get_open_zmq_inproc_path()
+        made_anew = make_zmq_socket(core.ctx, address, zmq.PAIR, bind=True)
+        setattr(core, f"{about}_sock_addr", address)
+        for holder in (core, core.resources):
+            setattr(holder, f"{about}_send_socket", made_anew)
