@@ -200,7 +200,7 @@ def test_refusals_show_the_line(llama: Any) -> None:
 
 def test_a_request_that_records_is_not_preempted(engines: Any) -> None:
     prompts = [torch.randint(4, 480, (60,), generator=torch.manual_seed(seed)).tolist() for seed in range(8)]
-    settings = {"block_size": 16, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    settings = {"block_size": 32, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     with own_engine(engines, "llama", **settings) as model:
         with model.trace(temperature=0.0, max_tokens=60, ignore_eos=True) as tracer:
             for ids in prompts:

@@ -104,7 +104,7 @@ def mapped(value: Any) -> Any:
 def model(engines: Any) -> Iterator[Any]:
     """Few at a time, prompts in chunks where they may be, blocks of the KV cache small enough to be shared."""
     with own_engine(
-        engines, "llama", max_num_seqs=5, max_num_batched_tokens=96, enable_chunked_prefill=True, block_size=16
+        engines, "llama", max_num_seqs=5, max_num_batched_tokens=96, enable_chunked_prefill=True, block_size=32
     ) as model:
         yield model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ OTHER = "Water boils at one hundred degrees"
 HEAD = WIDTH // HEADS
 
 
+def activation(mlp: Any) -> str:
+    """The operation of Llama's feed-forward that is its activation: vLLM 0.32 calls a function around it."""
+    (name,) = {*dir(mlp.source)} - {"self_gate_up_proj_0", "self_down_proj_0"}
+    return name
+
+
 def last_logits(seen: Any) -> torch.Tensor:
     return seen[""].output["logits"][-1:]
 
@@ -26,8 +33,8 @@ def test_the_client_lists_the_operations_of_a_forward(llama: Any) -> None:
     mlp = llama.model.layers[3].mlp
     shown = repr(mlp.source)
     assert shown.splitlines()[0] == "LlamaMLP.forward"
-    assert "x = self.act_fn(x)           # self_act_fn_0" in shown
-    assert dir(mlp.source) == ["self_act_fn_0", "self_down_proj_0", "self_gate_up_proj_0"]
+    assert re.search(r"\n\d+ +x, _ = self\.down_proj\(x\) +# self_down_proj_0\n", shown)
+    assert dir(mlp.source) == sorted([activation(mlp), "self_down_proj_0", "self_gate_up_proj_0"])
     assert "# self_forward_native_0" in repr(mlp.act_fn.source.self__forward_method_0.source)
 
 
@@ -40,20 +47,23 @@ def test_the_block_lists_them_too(llama: Any) -> None:
 
 
 def test_an_unknown_operation_names_the_nearest(llama: Any) -> None:
-    text = r"`model\.layers\.3\.mlp\.source` \(LlamaMLP\.forward\) has no operation `self_act_0`; .* `self_act_fn_0`"
+    text = (
+        r"`model\.layers\.3\.mlp\.source` \(LlamaMLP\.forward\) has no operation `self_down_0`; "
+        r"the nearest is `self_down_proj_0`"
+    )
     with pytest.raises(UnknownModuleError, match=text):
-        llama.model.layers[3].mlp.source.self_act_0
+        llama.model.layers[3].mlp.source.self_down_0
     with pytest.raises(UnknownModuleError, match=text):
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
-            seen = llama.model.layers[3].mlp.source.self_act_0.output.save()
+            seen = llama.model.layers[3].mlp.source.self_down_0.output.save()
     assert llama.in_flight() == 0
 
 
 def test_what_has_no_operations_says_why(llama: Any) -> None:
     with pytest.raises(
-        LocationError, match=r"self_act_fn_0` calls a module \(SiluAndMul\): .*`model\.layers\.3\.mlp\.act_fn"
+        LocationError, match=r"down_proj_0` calls a module \(RowParallelLinear\): .*`model\.layers\.3\.mlp\.down_proj"
     ):
-        print(llama.model.layers[3].mlp.source.self_act_fn_0.source)
+        print(llama.model.layers[3].mlp.source.self_down_proj_0.source)
     with pytest.raises(LocationError, match=r"qkv_split_0` calls can be told only while it runs"):
         print(llama.model.layers[3].self_attn.source.qkv_split_0.source)
 
@@ -131,7 +141,7 @@ def test_a_loop_over_the_layers(llama: Any) -> None:
 
 def test_twice_in_one_trace_and_again_in_the_next(llama: Any, gpt2: Any) -> None:
     for model, module, one, two in (
-        (llama, llama.model.layers[3].mlp, "self_act_fn_0", "self_down_proj_0"),
+        (llama, llama.model.layers[3].mlp, activation(llama.model.layers[3].mlp), "self_down_proj_0"),
         (gpt2, gpt2.transformer.h[3], "add_0", "add_1"),
     ):
         found = []
@@ -165,7 +175,7 @@ def test_nothing_stays_behind(llama: Any) -> None:
     ids = ids_of("llama", OTHER)
     before = plain(llama, [ids], max_tokens=4)[0].outputs[0].token_ids
     with llama.trace(PROMPT, temperature=0.0, max_tokens=4):
-        llama.model.layers[1].mlp.source.self_act_fn_0.output[:] = 0
+        llama.model.layers[1].mlp.source.self_down_proj_0.output[0][:] = 0
     assert not any(llama.vllm_entrypoint.apply_model(watched_modules))
     assert plain(llama, [ids], max_tokens=4)[0].outputs[0].token_ids == before
     assert llama.in_flight() == 0
@@ -173,8 +183,9 @@ def test_nothing_stays_behind(llama: Any) -> None:
 
 def test_only_steps_in_which_a_block_waits_run_eagerly(llama: Any) -> None:
     before = llama.stats()
+    act = activation(llama.model.layers[1].mlp)
     with llama.trace(PROMPT, temperature=0.0, max_tokens=5, ignore_eos=True):
-        seen = llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
+        seen = getattr(llama.model.layers[1].mlp.source, act).output.save()
     after = llama.stats()
     assert after.eager_steps - before.eager_steps == 1
     assert after.plain_steps - before.plain_steps == 4
@@ -184,8 +195,9 @@ def test_only_steps_in_which_a_block_waits_run_eagerly(llama: Any) -> None:
 
 
 def test_an_edited_activation(llama: Any, gpt2: Any) -> None:
+    act = activation(llama.model.layers[1].mlp)
     with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
-        llama.model.layers[1].mlp.source.self_act_fn_0.output[2:, :20] = 1.5
+        getattr(llama.model.layers[1].mlp.source, act).output[2:, :20] = 1.5
         logits = llama.logits.save()
 
     def edit(x: torch.Tensor) -> torch.Tensor:
@@ -278,15 +290,16 @@ def test_a_skipped_nested_operation(llama: Any) -> None:
 
 
 def test_an_operation_that_has_gone_by_or_is_not_reached(llama: Any) -> None:
-    with pytest.raises(OutOfOrderError, match=r"layers\.1\.mlp\.source\.self_act_fn_0\.output` has gone by") as caught:
+    act = activation(llama.model.layers[1].mlp)
+    with pytest.raises(OutOfOrderError, match=rf"layers\.1\.mlp\.source\.{act}\.output` has gone by") as caught:
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
             llama.model.layers[1].mlp.source.self_down_proj_0.input
-            seen = llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
+            seen = getattr(llama.model.layers[1].mlp.source, act).output.save()
     assert caught.traceback[-1].path.name == "test_source.py"
-    with pytest.raises(OutOfOrderError, match=r"layers\.1\.mlp\.source\.self_act_fn_0\.output` has gone by"):
+    with pytest.raises(OutOfOrderError, match=rf"layers\.1\.mlp\.source\.{act}\.output` has gone by"):
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
             llama.model.layers[2].output
-            seen = llama.model.layers[1].mlp.source.self_act_fn_0.output.save()
+            seen = getattr(llama.model.layers[1].mlp.source, act).output.save()
     with pytest.raises(NotReachedError, match=r"layers\.1\.source\.self_input_layernorm_0\.output` was not reached"):
         with llama.trace(PROMPT, temperature=0.0, max_tokens=1):
             seen = llama.model.layers[1].source.self_input_layernorm_0.output.save()
