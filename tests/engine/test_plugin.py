@@ -80,13 +80,23 @@ def test_without_the_variable_it_is_as_ever(environment: dict[str, str]) -> None
         server.close()
 
 
-def test_an_address_for_others_needs_a_key_there_too(environment: dict[str, str]) -> None:
-    command = [VLLM[0], "serve", models.tiny("llama"), "--port", "0"]
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [({}, "Give --api-key KEY"), ({"VLLM_USE_RUST_FRONTEND": "1"}, "server in Rust has no place for insitu's routes")],
+    ids=["an address for others without a key", "a server in Rust"],
+)
+def test_what_can_t_be_served_is_refused_there_too(
+    environment: dict[str, str], setting: dict[str, str], said: str
+) -> None:
     done = subprocess.run(
-        command, env={**environment, "INSITU_SERVE": "1"}, capture_output=True, text=True, timeout=200
+        [*VLLM, models.tiny("llama"), "--port", "0"],
+        env={**environment, "INSITU_SERVE": "1", **setting},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode != 0
-    assert "Give --api-key KEY" in done.stderr + done.stdout
+    assert said in done.stderr + done.stdout
 
 
 def test_a_process_that_is_no_server_loads_nothing(environment: dict[str, str]) -> None:

@@ -84,11 +84,18 @@ def test_a_speculative_engine_refuses_traces_and_runs_the_rest(engines: Any) -> 
         assert model.in_flight() == 0
 
 
-def test_sampling_that_is_split_over_ranks_is_refused(llama: Any) -> None:
-    """By the config that vLLM 0.32 has then: it is for GPUs alone."""
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("enable_batch_sharded_sampling", "enable_batch_sharded_sampling: "),
+        ("enable_dbo", "enable_dbo or ubatch_size: "),
+    ],
+)
+def test_steps_that_are_split_are_refused(name: str, said: str, llama: Any) -> None:
+    """By the config that vLLM has then: both are for GPUs alone, and the first is new in 0.32."""
     config = llama.vllm_entrypoint.llm_engine.vllm_config
     assert refusal("tiny", config) is None
-    sharded = copy.copy(config)
-    sharded.parallel_config = copy.copy(config.parallel_config)
-    sharded.parallel_config.enable_batch_sharded_sampling = True
-    assert "`enable_batch_sharded_sampling`: " in str(refusal("tiny", sharded))
+    split = copy.copy(config)
+    split.parallel_config = copy.copy(config.parallel_config)
+    setattr(split.parallel_config, name, True)
+    assert str(refusal("tiny", split)).startswith(said)

@@ -31,8 +31,12 @@ OURS = {
     "scheduler_cls": "insitu.engine.worker.scheduler.TracedScheduler",
 }
 _GIB = 2**30
-_SHARDED_SAMPLING = "enable_batch_sharded_sampling"
-"""New in 0.32."""
+_SPLIT = {
+    "enable_batch_sharded_sampling": ("enable_batch_sharded_sampling", "each rank has the logits of its own requests"),
+    "use_ubatching": ("enable_dbo or ubatch_size", "the rows of a step run in parts beside each other"),
+}
+"""What blocks are not shown whole then: of vLLM's parallel config, with what it is set by and why. The first is new in
+0.32."""
 _TENSOR, _PIPELINE, _DATA = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
 
@@ -98,11 +102,9 @@ def refusal(repo: str, config: VllmConfig) -> EngineError | None:
                 f"`{repo}` has no model class in vLLM, which runs transformers' own code for it; insitu traces such "
                 f"models on one rank only: leave {name} out"
             )
-    if getattr(config.parallel_config, _SHARDED_SAMPLING, False):
-        return EngineError(
-            f"`{_SHARDED_SAMPLING}`: each rank then has the logits of its own requests alone, which blocks are not "
-            f"shown yet; leave it out"
-        )
+    for name, (setting, why) in _SPLIT.items():
+        if getattr(config.parallel_config, name, False):
+            return EngineError(f"{setting}: {why}, of which blocks would be shown a part alone; leave it out")
     return copies_refusal(repo, config)
 
 

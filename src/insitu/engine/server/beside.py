@@ -19,7 +19,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from vllm.entrypoints.generate.base.serving import GenerationError
+from vllm.entrypoints.generate.base.serving import GenerationError  # pyright: ignore[reportPrivateImportUsage]
 from vllm.sampling_params import RequestOutputKind
 
 from insitu.block import ArgumentError, InsituError

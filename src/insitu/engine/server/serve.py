@@ -14,7 +14,11 @@ from typing import Any
 
 import uvloop
 from vllm import envs
-from vllm.entrypoints.cli.serve import make_arg_parser, run_server, validate_parsed_serve_args
+from vllm.entrypoints.cli.serve import (
+    make_arg_parser,  # pyright: ignore[reportPrivateImportUsage]
+    run_server,  # pyright: ignore[reportPrivateImportUsage]
+    validate_parsed_serve_args,  # pyright: ignore[reportPrivateImportUsage]
+)
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from insitu.block import ArgumentError

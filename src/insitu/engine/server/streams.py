@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from openai.types.responses import ResponseFailedEvent
-from vllm.entrypoints.generate.base.serving import GenerationError
+from vllm.entrypoints.generate.base.serving import GenerationError  # pyright: ignore[reportPrivateImportUsage]
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 
 _ERROR = 'data: {"error"'
