@@ -228,7 +228,8 @@ def failing(model: Any, after: int) -> None:
 def test_a_streamed_response_under_an_edit_that_fails_ends_with_its_event(operator: Any, client: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "input": PROMPT, "max_output_tokens": 24, "temperature": 0}
     kinds = [event.type for event in client.responses.create(stream=True, **asked)]
-    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    assert kinds[0] == "response.created"
+    assert kinds[-1] in ("response.completed", "response.incomplete")  # 0.33 says that max_output_tokens ended it
     failing(operator, 20)  # vLLM puts together what comes while nobody reads
     *before, last = client.responses.create(stream=True, **asked)
     assert "response.output_text.delta" in [event.type for event in before]
