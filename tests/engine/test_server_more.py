@@ -171,7 +171,6 @@ class Without:
 
 sys.meta_path[:] = map(Without, sys.meta_path)
 import insitu
-from insitu import recipes
 
 model = insitu.connect(sys.argv[1], sys.argv[2])
 with model.trace("Hello there", temperature=0.0, max_tokens=2) as tracer:
