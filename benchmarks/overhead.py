@@ -33,16 +33,17 @@ def main() -> None:
         model.dispatch()
         runs = cases(model)
         for count, work in WORKS:
-            seconds: dict[str, list[float]] = {name: [] for name in ("plain vLLM", work, "four places")}
+            further = ("four places",) if "invokes" in work else ()
+            seconds: dict[str, list[float]] = {name: [] for name in ("plain vLLM", work, *further)}
             for turn in range(max(ROUNDS, ALONE // count) + 1):
                 for name, taken in seconds.items():
                     start = time.perf_counter()
                     runs[name](count)
                     if turn:
                         taken.append((time.perf_counter() - start) / count * 1e6)
-            plain, one, four = seconds.values()
-            further = added(four, one, places=3) if "invokes" in work else ""
-            table.add_row(f"{count}, {work}", f"{statistics.median(plain):.0f}", added(one, plain), further)
+            plain, one, *four = seconds.values()
+            adds = (added(one, plain), *(added(each, one, places=3) for each in four))
+            table.add_row(f"{count}, {work}", f"{statistics.median(plain):.0f}", *adds)
     Console().print(table)
 
 
